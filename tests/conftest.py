@@ -15,8 +15,9 @@ import torch
 
 if not torch.cuda.is_available():  # read when triton is imported, which torch does not do by itself
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# What Inductor writes around our operators is plain C++: vectors take a compiler 6 s to try, and each graph
-# a second. Read when torch._dynamo is imported.
+# The code that Inductor generates around our operators is plain C++. Without vectors, torch need not try a
+# compiler on them, which takes 6 s, and a second more per graph. The variable is read when torch._dynamo is
+# imported.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 import torch._dynamo  # makes a table of torch's functions, before some are replaced below
 
@@ -28,7 +29,8 @@ torch.set_num_threads(1)
 
 # The garbage collector goes through all that lives, most of which is imported or a test, and stays.
 gc.disable()
-# And through all that tests leave, at first after each 700 new objects: a twenty-fifth of their time.
+# By default the collector goes through all objects that tests leave after each 700 new ones, which takes a
+# twenty-fifth of their time.
 gc.set_threshold(10_000)
 
 
@@ -40,7 +42,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-    # Or what is left looks like a leak to extensions. Not sooner: pytest collects several times at its end.
+    # Otherwise extensions report the remaining objects as a leak. This comes last, as pytest collects several
+    # times at its end.
     atexit.register(gc.unfreeze)
 
 
@@ -51,7 +54,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     take_strides_in_bytes()
 
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])
-ON_CUDA_ALONE = pytest.mark.parametrize("device", [CUDA])  # of a test that asserts nothing on a CPU
+ON_CUDA_ALONE = pytest.mark.parametrize("device", [CUDA])  # for a test that asserts nothing on a CPU
 
 
 # A shell that starts tests in the background ignores interrupts, and whatever they start would inherit that.

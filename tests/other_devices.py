@@ -231,7 +231,7 @@ def test_workspace_kept(device, dtype, reduction, room):
     assert peak.largest < N * V * 4
 
 
-# What is refused, and what is said.
+# Errors, and messages of the doctor.
 
 
 def test_kernels_are_refused(device):

@@ -25,7 +25,7 @@ def test_prose_columns(page):
     """Code, tables and pictures cannot be wrapped; tests/integrations/table.py writes models.md."""
     if page.name == "models.md":
         pytest.skip("it is generated")
-    generated = r"^<!-- \{.*?^<!-- end -->$"  # by make tables
+    generated = r"^<!-- \{.*?^<!-- end -->$"  # text that make tables writes
     prose = re.sub(rf"^```.*?^```$|{generated}", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     long = [
         line

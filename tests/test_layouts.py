@@ -14,7 +14,7 @@ import lowtide
 from lowtide import losses
 
 N, D, V, P = 6, 8, 11, 2
-pytestmark = [  # of torch, as it makes them
+pytestmark = [  # warnings that torch gives when it makes such tensors
     pytest.mark.filterwarnings("ignore:.*nested tensors"),
     pytest.mark.filterwarnings("ignore:Sparse"),
     pytest.mark.filterwarnings("ignore:.*deprecated"),

@@ -36,7 +36,7 @@ HEAD = {"linear_bias": None, "softcap": None, "logit_scale": None, "workspace": 
 LOSS = {"reduction": "mean", "ignore_index": None, "label_smoothing": 0.0, "z_loss": 0.0, "weight": None}
 RANKS = {"tokens_sharded": False, "segments": None}
 SHARD = {"group": None, "first_class": None, "num_classes": None} | RANKS
-ROWS = {"row_weight": None, "normalizer": None}  # of the module, arguments of its call
+ROWS = {"row_weight": None, "normalizer": None}  # arguments of the call of the module
 MODULE = {"out_features": (), "bias": False, "device": None, "dtype": None}
 
 

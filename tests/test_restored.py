@@ -38,8 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 OPS = sys.modules["lowtide.ops.linear_cross_entropy.operator.ops"]
 HALF = {"dtype": torch.bfloat16}
-# What make_inputs is asked for, and what the call is; "by columns" is no engine, but has operands that would
-# fit another one once they are copied.
+# The arguments of make_inputs, and the options of the call. "by columns" is no engine: its operands would fit
+# another engine once they are copied.
 ENGINES = {
     "logits_torch": ({}, {"backend": "torch"}),
     "half": (HALF, {"backend": "torch"}),
@@ -106,7 +106,7 @@ def test_the_loss(device, monkeypatch, engines, engine, kind, layout):
         upstream = tuple(torch.randn(37, device=device) for _ in range(3))
     else:
         options = options | {"reduction": kind, "z_loss": 0.02}
-    with Restored(layout) as restored:  # in a forward that is not differentiated nothing is saved
+    with Restored(layout) as restored:  # a forward that is not differentiated saves nothing
         found = differentiated(ours, inputs, upstream, **options)
     plain = differentiated(ours, inputs, upstream, **options)
     assert restored.changed > 0 or layout in ("contiguous", "far")
@@ -183,7 +183,7 @@ def test_chunked_loss(device, mode, dtype, layout):
         torch.testing.assert_close(ours, expected)
 
 
-# What is decided, and where.
+# The places where decisions are made.
 
 
 @pytest.fixture

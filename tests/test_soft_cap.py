@@ -76,7 +76,7 @@ def test_distillation(device, divergence):
     check(loss, x, w)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, where exp2 gets -inf in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns where exp2 gets -inf in the interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention(device, backend):
     """Values of alternating sign: the gradients of the scores are of the size of their weights."""

@@ -13,7 +13,7 @@ import pytest
 
 import lowtide
 
-# Of torch, what the public signatures are made of: mypy takes a minute to read the rest.
+# The part of torch that the public signatures use; mypy takes a minute to read the rest.
 TORCH = """
 from typing import Any, Callable
 from . import nn

@@ -280,7 +280,7 @@ def test_steps_compute_the_same_loss(tmp_path):
     assert max(losses) - min(losses) <= 2e-6 * max(losses)
     eager, own = rows["eager"], rows["lowtide"]
     assert float(eager["tokens_per_second"]) == pytest.approx(64e3 / float(eager["ms"]), rel=1e-4)
-    model = 3 * 4 * int(own["parameters"])  # with AdamW's two sums
+    model = 3 * 4 * int(own["parameters"])  # includes AdamW's two moments
     assert model < int(own["peak_bytes"]) < int(eager["peak_bytes"])
 
 

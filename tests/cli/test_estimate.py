@@ -194,7 +194,7 @@ def test_config_names_not_looked_up(tmp_path):
     assert "kernel" not in done.stdout + done.stderr
     assert "somebody" not in done.stdout + done.stderr
     assert done.stdout == invoke(tmp_path / "plain", "--length", 16).stdout
-    # What Transformers might still ask of the hub by itself is refused within it.
+    # Requests that Transformers itself may still send to the hub are refused inside of it.
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -15,7 +15,7 @@ def run(kind: str, rank: int) -> Result:
     groups = [dist.new_group(ranks) for ranks in MEMBERS]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        # As a group of NCCL, which moves tensors of cards alone.
+        # Behave as with a group of NCCL, which only moves tensors of cards.
         patch.setattr(collectives, "_moves_cpu_tensors", lambda group: False)
         for ranks, group in zip(MEMBERS, groups):
             if rank in ranks:

@@ -12,7 +12,7 @@ import sys
 import traceback
 
 import torch
-import torch._dynamo  # what the calls import later, DTensor with it
+import torch._dynamo  # import now what calls would import later, including DTensor
 import torch.nn.functional as F
 
 
@@ -79,7 +79,7 @@ def check(lowtide):
         found = torch.func.grad(lambda x: lowtide.linear_cross_entropy(x, w, target))(x)
         torch.testing.assert_close(found, torch.autograd.grad(F.cross_entropy(x @ w.t(), target), x)[0])
     except RuntimeError as refusal:
-        if "upgrade lowtide" not in str(refusal):  # what to do
+        if "upgrade lowtide" not in str(refusal):  # the message must say what to do
             raise
 
 

@@ -185,7 +185,7 @@ def test_only_what_is_missing_is_compiled(record):
     compile_ahead.compile_side_by_side(call(*kernels), X)
     assert sorted(launches_of(record, "compile")) == ["one", "three", "two"]
     compile_ahead.compile_side_by_side(call(*kernels), X.double())
-    assert len(launches_of(record, "compile")) == 6  # for another dtype
+    assert len(launches_of(record, "compile")) == 6  # six more launches for another dtype
 
 
 def test_other_modes_change_nothing(record):

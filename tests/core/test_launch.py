@@ -15,7 +15,7 @@ import lowtide
 from lowtide.core.kernels import launch
 from lowtide.core.kernels.backend import cdiv, next_power_of_2
 
-ODD_POINTERS, UNKNOWN_TYPES = 2, 2  # of the 24 cases, each with two sets of constants
+ODD_POINTERS, UNKNOWN_TYPES = 2, 2  # numbers among the 24 cases, each with two sets of constants
 
 
 def test_same_kernels_and_values_as_triton():

@@ -133,7 +133,7 @@ def with_negative_bit(tensor):
     return view
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of tanh, by numpy in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of tanh in the interpreter
 @pytest.mark.parametrize("negated", ["input", "linear_weight", "target", "linear_bias", "weight", "upstream"])
 def test_views_with_the_negative_bit_are_read_as_what_they_say(negated):
     generator = torch.Generator().manual_seed(2)

@@ -122,7 +122,7 @@ def test_random_chains(first):
         expected, found, _ = plain_and_deferred(model, use)
         narrow = copy.deepcopy(model).float()
         for ours, want, eager in zip(found, expected, differentiated(narrow, use(narrow))):
-            # What float32 loses, in float64; each of the two has an error of its own.
+            # The error of float32, scaled to float64; each of the two computations has an error of its own.
             scaled = (
                 norm(eager.double() - want) * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
             )

@@ -110,7 +110,7 @@ def test_backward_hook_of_head():
 
 @pytest.mark.filterwarnings(
     "ignore:Full backward hook is firing"
-)  # of the embedding, whose inputs are integers
+)  # torch warns of the hook on the embedding, whose inputs are integers
 def test_backward_hook_of_all_modules():
     model, tokens, targets = make()
     seen = []

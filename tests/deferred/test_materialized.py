@@ -18,7 +18,7 @@ from lowtide.deferred.reductions import log_probs
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred
 from tests.ops.chunked_loss.helpers import close
 
-# What makes them, and how the warning calls it.
+# Operations that materialise the logits, and their names in the warning.
 OPERATIONS = {
     "sort": (lambda z: z.sort(-1).values, r"torch\.sort"),
     "function": (lambda z: torch.sigmoid(z), r"torch\.sigmoid"),

@@ -12,7 +12,7 @@ from lowtide.deferred import RealLogitsWarning
 from lowtide.memory import peak_memory
 from tests.deferred.helpers import GPT
 
-# Of float32 logits, more than the default workspace: 64 MiB on the CPU and 1 GiB on CUDA.
+# So many rows of float32 logits take more than the default workspace: 64 MiB on the CPU, 1 GiB on CUDA.
 ROWS = {"cpu": 640, "cuda": 16384}
 D, V = 8, 32768
 

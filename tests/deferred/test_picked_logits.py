@@ -51,7 +51,7 @@ def test_confident_tokens(device, name, dtype):
     exact_gradients = torch.autograd.grad(1e3 * exact.sum(), (x_64, weight_64, bias_64))
     for leaf, got, want in zip(leaves, gradients, exact_gradients):
         size = want.norm()
-        if name != "log_softmax":  # of two results whose gradients cancel, each is rounded
+        if name != "log_softmax":  # the others have two results, whose gradients cancel after each is rounded
             size += (
                 1e3
                 * (weight[target] if leaf is x else x if leaf.dim() > 1 else torch.ones(N)).double().norm()

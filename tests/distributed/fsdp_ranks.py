@@ -246,7 +246,7 @@ def run_stale(case, loss_of, where, rank):
     torch.manual_seed(1)
     hidden, targets = torch.randn(1, T, D), torch.randint(V, (1, T))
     model, whole = small(where), Small()
-    own = model.head.weight  # what an optimizer holds
+    own = model.head.weight  # the parameter that an optimizer holds
     model(hidden)
     with torch.no_grad():
         before = loss_of(model, hidden, targets, T)

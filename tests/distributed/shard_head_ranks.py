@@ -261,7 +261,7 @@ def orders_of_backward(kind, rank, mesh):
 
     expected = F.cross_entropy(alone(every_x), every_y)
     dx, dw = torch.autograd.grad(expected, (every_x, alone.weight))
-    own = dx.split(ROWS)[rank]  # as of this rank's own loss, of which the ranks' mean is taken later
+    own = dx.split(ROWS)[rank]  # the gradient of this rank's own loss; the mean over ranks is taken later
 
     one = loss()
     twice = gradients((one, {"retain_graph": True}), (one, {}))
@@ -272,7 +272,8 @@ def orders_of_backward(kind, rank, mesh):
         torch.testing.assert_close(found[0], 2 * RANKS * own)
         torch.testing.assert_close(found[1], 2 * dw)
 
-    for reduction in ("mean", "sum"):  # in another order on each rank, of targets or scales that may differ
+    # Ranks take the two losses in different orders; their targets or scales may differ.
+    for reduction in ("mean", "sum"):
         losses = loss(reduction=reduction), loss((y + 1) % V, reduction=reduction)
         for each in losses if rank else reversed(losses):
             said = raised_in_backward(each.backward, [x, head.weight])

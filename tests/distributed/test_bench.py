@@ -79,7 +79,7 @@ def test_steps_under_fsdp(tmp_path):
     untied = replace(smoke, fields=smoke.fields | {"tie_word_embeddings": False})
     one = steps._training(untied, shards_head=False)
     losses = [steps._step(replace(untied, rank=rank), *one, steps.EAGER).item() for rank in range(2)]
-    held = 3 * 4 * sum(each.numel() for each in one[0].parameters()) / 2  # with AdamW's two sums
+    held = 3 * 4 * sum(each.numel() for each in one[0].parameters()) / 2  # includes AdamW's two moments
     peaks = []
     for name in ran:
         row = rows[name]

@@ -47,7 +47,7 @@ GATHERED = [
 ]
 STALE = [f"stale, {loss}, own" for loss in ("parameter", "log-probs", "chunked")]
 ROUNDED = ["rounded, parameter, own", "rounded, log-probs, own", "rounded, chunked, own"]
-MISTAKEN = {  # by what they say
+MISTAKEN = {  # keys are part of the error's message
     "refused, full_tensor, own": "linear_weight must be the parameter itself",
     "refused, bias, own": "linear_bias must be the parameter itself",
     "refused, bias copy, own": "linear_bias must be a parameter that FSDP2 shards with linear_weight",
@@ -57,7 +57,7 @@ MISTAKEN = {  # by what they say
     "computed from it, as by .detach() or state_dict(): its shards would be taken for a tensor-parallel",
 }
 MIXED = ["parameter, own, default, mixed", "chunked, own, default, mixed", "deferred, own, kept, mixed"]
-RAISING = {  # by what they say
+RAISING = {  # keys are part of the error's message
     "fused full_tensor, own, kept": r"its gradient would be that of this rank's tokens alone",
     "deferred by chunks, root, reshard, outside": "these logits need the whole head, which FSDP2 has sharded",
     "deferred by chunks, root, reshard, outside, bias": "compute them in the forward of that unit",

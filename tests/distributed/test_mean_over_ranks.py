@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(
 PATTERNS = ("equal", "unequal", "one rank ignored", "one micro-batch ignored", "one rank only", "nothing")
 LOSSES = ("loss", "weighted", "chunked", "log-probs")
 WRAPPERS = ("ddp", "fsdp")
-DATA_RANKS = {2: (1, 2), 4: (1, 2, 4)}  # by the number of ranks; the rest is sequence parallel
+# Numbers of data-parallel ranks among 2 or 4 ranks; the others are for sequence parallelism.
+DATA_RANKS = {2: (1, 2), 4: (1, 2, 4)}
 
 
 def scenarios(ranks, losses=LOSSES):

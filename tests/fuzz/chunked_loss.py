@@ -17,7 +17,7 @@ from tests.fuzz.ways import WAYS, differentiated
 from tests.ops.chunked_loss.helpers import HEADS, D, V, cross_entropy, dense
 from tests.support.budgets import HALVES
 
-# Of torch.func a head's parameters would have to be passed beside it.
+# These transforms of torch.func would need the head's parameters as arguments.
 NOT_OF_MODULES = ("vjp", "vmap")
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tests.support.budgets import Result, budget, norm
 
-STEP = 1e-6  # of the perturbation that `measured` takes
+STEP = 1e-6  # the size of the perturbation that `measured` takes
 FACTOR = 3.0
 SUMS = 64  # roundings of a sum of thousands of terms that all err to the same side
-SUMS_OF_BOTH = 256  # of float64: there the truth is no more exact, and is added up in another order
+SUMS_OF_BOTH = 256  # for float64, whose truth is no more exact, and is added up in another order
 
 
 class Finding(AssertionError):

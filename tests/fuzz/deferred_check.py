@@ -15,9 +15,9 @@ from tests.fuzz.compare import FACTOR, STEP, SUMS, Finding
 from tests.fuzz.deferred_program import NAMES, Program, Run
 from tests.support.budgets import HALVES, norm
 
-# What torch says on a CPU of an index that is too large, or of any index where there is nothing.
+# torch's errors on a CPU for an index that is too large, or for any index into an empty dimension.
 OUT_OF_BOUNDS = r"out of (\w+ )?(bounds|range)|indexing axis dim should be positive|from an empty tensor"
-FLOAT64 = SUMS * torch.finfo(torch.float64).eps  # what a sum of terms of size 1 errs by in float64
+FLOAT64 = SUMS * torch.finfo(torch.float64).eps  # the error of a sum of terms of size 1 in float64
 REENTRANT = "use_reentrant=True|checkpoint reentrant"
 # "Where it does not work, and says so" of that page: a line, and what the error speaks of.
 DOCUMENTED = {REENTRANT: "autograd.Function", "as_tensor": "reader of arrays"}
@@ -37,7 +37,7 @@ def evaluate(program: Program, way: str, device: str, noise: int = 0) -> Evaluat
     try:
         value = run.result()
         trace = tuple(run.trace)
-        value = getattr(value, "logits", value)  # of a leaf of a tree, which as_tensor returns as it is
+        value = getattr(value, "logits", value)  # as_tensor returns the leaf of a tree as it is
         if hasattr(value, "materialize"):
             value = value.materialize()
         gradients = {}
@@ -84,7 +84,7 @@ def check(program: Program, device: str) -> None:
         return  # there it ends the process, of torch alone, too
     plain, ours = evaluate(program, "plain", device), evaluate(program, "deferred", device)
     if isinstance(plain.error, (NameError, SyntaxError)):
-        return  # of a program that is cut short
+        return  # the program is cut short
     if ours.error is not None:
         _check_error(program, plain.error, ours.error)
         return
@@ -110,8 +110,10 @@ def _may_be_taken(program: Program, plain: Evaluation, device: str) -> bool:
     """Return whether torch's error concerns its memory or its kernels, and not the numbers."""
     text = str(plain.error)
     if plain.backward and program.has("changes", "data"):
-        return True  # of what it has saved; lowtide has saved it before the change, or something else
-    if program.has("in place"):  # of one of several views, or of what it has saved: here that may be a copy
+        # Torch refuses a change of what it has saved; lowtide has saved it before, or saved something else.
+        return True
+    # Torch refuses a change of one of several views, or of what it has saved, which may be a copy here.
+    if program.has("in place"):
         return re.search("modified (by an )?inplace|Can't detach views", text) is not None
     # Class weights of another dtype: there is no such kernel on CUDA.
     weights = device == "cuda" and "autocast" in str(program) and "weight=" in str(program)

@@ -3,7 +3,7 @@
 from tests.fuzz.deferred_numbers import Entry
 from tests.fuzz.deferred_writer import Writer
 
-# That of a dimension of size 1 means nothing: operations of torch differ in it.
+# The stride of a dimension of size 1 has no meaning, and torch's operations differ in it.
 STRIDES = "[step for size, step in zip(z.shape, z.stride()) if size > 1]"
 
 
@@ -16,7 +16,7 @@ def _targets(w: Writer, shape: tuple[int, ...], classes: int) -> str:
 
 def _options(w: Writer, classes: int, target: str = "") -> str:
     texts = ['reduction="sum"', 'reduction="none"', "label_smoothing=0.1", ""]
-    if "-100" not in target:  # which is a class then, and none
+    if "-100" not in target:  # with another ignore_index, -100 would be an invalid class
         texts.append("ignore_index=1")
     if w.draw.chance(0.2):
         texts = [f"weight={w.new((classes,), w.program.dtype, learned=False)}.abs()"]

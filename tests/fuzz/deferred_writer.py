@@ -44,7 +44,7 @@ class Writer:
         except Exception as error:
             self.error = error
 
-    # What generators draw.
+    # Generators of expressions draw from these.
 
     def choice(self, choices: Sequence[Any]) -> Any:
         return self.draw.choice(choices)

@@ -106,7 +106,7 @@ class Process:
         self.process.wait()
         for each in (self.process.stdin, self.process.stdout, self.errors):
             assert each is not None
-            with contextlib.suppress(BrokenPipeError):  # what it was asked and did not read
+            with contextlib.suppress(BrokenPipeError):  # the case that it was sent and did not read
                 each.close()
         self.process = None
 

@@ -16,7 +16,7 @@ from tests.fuzz.subjects import SUBJECTS
 from tests.fuzz.worker import run_case
 
 CASES = 30
-SEED = 20_000  # of the first
+SEED = 20_000  # the seed of the first case
 
 WRONG = """
 import os, sys, time

@@ -44,7 +44,8 @@ def run_case(subject: str, seed: int, device: str = "cpu", started: Any = None) 
         except Exception as error:
             finding = described(error)
             broken = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
-    if _has_hooks():  # of a torch.utils.checkpoint whose function has raised, as long as that is kept
+    # A torch.utils.checkpoint whose function has raised leaves its hooks while the error is kept.
+    if _has_hooks():
         gc.collect()
         broken = broken or _has_hooks()
     return Outcome(draw.description, finding, time.perf_counter() - begin, broken)
@@ -68,7 +69,8 @@ def described(error: BaseException) -> str:
 def prepare(device: str) -> None:
     """As tests/conftest.py does for the suite."""
     torch.set_num_threads(1)
-    # In one thread: a checkpoint that raises in another would leave its hooks there, for the cases after it.
+    # Backward runs in one thread: a checkpoint that raises in another thread would leave its hooks there, for
+    # later cases.
     torch.autograd.set_multithreading_enabled(False)
     if device == "cpu" and importlib.util.find_spec("triton"):
         from tests.support.interpreter import leave_out_what_has_no_effect

@@ -34,7 +34,7 @@ def main() -> int:
             f"bits depend on what is not the same: recorded on {recorded['environment']}, here {environment}"
         )
         return 2
-    # What a CUDA record waits for is the compilation of kernels, on the host.
+    # A CUDA record mostly waits for the compilation of kernels on the host.
     jobs = arguments.jobs or (8 if arguments.device == "cuda" else 1)
     names = [name for name in calls_on(arguments.device) if arguments.only in name]
     calls = record.record(names, arguments.device, jobs)

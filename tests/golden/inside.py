@@ -52,7 +52,7 @@ def _observed(function: Callable[..., Any], describe: Callable[..., str], found:
     return observed
 
 
-# What the records call engines and ways to form the weight's gradient.
+# The names in the records of engines, and of ways to form the weight's gradient.
 RECORDED = {
     "logits_torch": "torch",
     "logits_triton": "triton",

@@ -28,7 +28,7 @@ def prepare(device: str) -> None:
         inside.quicken_interpreter()
         # The interpreter computes masked numbers, too, with NumPy, which warns of inf - inf.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
-    if device == "cuda":  # or torch warns where the first product that it differentiates is cuBLAS's
+    if device == "cuda":  # otherwise torch warns if the first product that it differentiates is cuBLAS's
         one = torch.ones((), device="cuda", requires_grad=True)
         torch.autograd.grad(one.exp(), one)
 
@@ -53,14 +53,14 @@ def describe_call(name: str, device: str) -> Description:
 
 def _describe_call(name: str, device: str) -> Description:
     call = CALLS[name]
-    if call.derivative == "compiled":  # what was compiled before decides which sizes become symbols
+    if call.derivative == "compiled":  # earlier compilations decide which sizes become symbols
         torch.compiler.reset()
     given = operators.Given(name, device)
     function = call.make(given)
     derivative = getattr(operators, call.derivative)
 
     def run() -> operators.Outputs:
-        torch.manual_seed(0)  # of dropout that is drawn
+        torch.manual_seed(0)  # the seed of dropout
         with _surroundings(call, device):
             return derivative(function, given.leaves)
 

@@ -42,6 +42,8 @@ if __name__ == "__main__":
         name, *modules = line.split()
         for module in ("lowtide", *modules):
             importlib.import_module(module)
-        gc.freeze()  # or the collector goes through all of it in each process, and writes to it: a copy
+        # Otherwise the collector of each process goes through all objects, writes to them, and so copies
+        # them.
+        gc.freeze()
         print(json.dumps(run(name)), flush=True)
-    gc.unfreeze()  # or it looks like a leak to extensions
+    gc.unfreeze()  # otherwise extensions report the objects as a leak

@@ -11,7 +11,7 @@ V = 99  # vocabulary
 IMAGE = 2  # a token that no text has
 M_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
-# What configurations call the same things; each gets those that it has.
+# The names of configurations for the same sizes; each configuration gets those that it has.
 SIZES = {
     V: "vocab_size decoder_vocab_size vocab_size_per_layer_input entity_vocab_size "
     "encoder_hash_byte_group_vocab",
@@ -38,8 +38,8 @@ SIZES = {
 }
 PATTERNS = {pattern: size for size, patterns in SIZES.items() for pattern in patterns.split()}
 
-# What one of them alone needs, by the class of the configuration. Decoders that hide padding start with
-# another token, as what a query gets that sees no key depends on the implementation of attention.
+# Options that only one class of configuration needs. Decoders that hide padding start with another token: the
+# result of a query that sees no key depends on the implementation of attention.
 OPTIONS: dict[str, dict[str, Any]] = {
     "Blip2Config": {"num_query_tokens": 2, "image_token_index": IMAGE},
     "BltGlobalTransformerConfig": {"hidden_size": 64},

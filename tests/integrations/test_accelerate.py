@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 
 def accumulated(model, defer, precision, tokens, targets):
     """(losses and gradients of two batches, the deferral)"""
-    AcceleratorState._reset_state(reset_partial_state=True)  # or it keeps the precision of the one before
+    AcceleratorState._reset_state(reset_partial_state=True)  # otherwise the precision of the last test stays
     accelerator = accelerate.Accelerator(
         cpu=True,
         mixed_precision=precision,

@@ -95,5 +95,5 @@ def step_without_logits(device, B, T, V):
     deferral.undo()
     eager, ours = peaks
     logits = B * T * V
-    assert ours.largest < 2 * logits <= eager.largest  # those in bfloat16
+    assert ours.largest < 2 * logits <= eager.largest  # eager's logits are in bfloat16
     assert eager.bytes - ours.bytes > 4 * logits

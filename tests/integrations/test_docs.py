@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "reference" / "models.md").read_text()
 
 def test_page_model_counts():
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| \w+ \| ", line)]
-    rows = [row for row in rows if "real" in row]  # of those that were built
+    rows = [row for row in rows if "real" in row]  # rows of the models that were built
     fused = sum("fused" in row for row in rows)
     attending = sum(any(cell.startswith("yes") for cell in row) for row in rows)
     assert f"{fused} of {len(rows)} models are fused" in PAGE

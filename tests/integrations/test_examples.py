@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = {  # what each needs, and the dtype of its products
+EXAMPLES = {  # what each example needs, and the dtype of its products
     "defer_logits": ([], torch.float32),
     "defer_transformers": (["transformers"], torch.float32),
     "defer_trainer": (["transformers", "accelerate"], torch.bfloat16),
@@ -78,7 +78,7 @@ def test_example_prints_same_loss_less_memory(name, runner):
     assert peaks[1] < 0.6 * peaks[0]
     assert found["seconds"] < 60, "of a processor"
     told = re.search(rf"\| `{name}\.py`.* \| (\d+) MiB \| (\d+) MiB \|", PAGE)
-    # What other versions hold besides is a little more or less.
+    # Other versions of the libraries hold a little more or less.
     assert [int(each) for each in told.groups()] == pytest.approx(peaks, rel=0.1)
 
 

@@ -11,7 +11,7 @@ from lowtide.integrations.transformers.masks import PackedMask  # noqa: E402
 from tests.integrations.dense import exactly  # noqa: E402
 
 H, M, K = 4, 12, 8
-LENGTHS = [5, 7, 2, 9, 1]  # of the rows, one after the other: none goes over a row's end
+LENGTHS = [5, 7, 2, 9, 1]  # lengths of the sequences, one after the other; none crosses the end of a row
 
 
 @pytest.mark.parametrize(

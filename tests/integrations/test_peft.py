@@ -31,7 +31,7 @@ def adapted(dtype=torch.float32, kind="LlamaForCausalLM", autocast_adapter_dtype
     config = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
     for name, each in model.named_parameters():
-        if "lora_B" in name:  # which starts at 0
+        if "lora_B" in name:  # lora_B starts at 0
             torch.nn.init.normal_(each, std=0.3)
     return model.train()
 

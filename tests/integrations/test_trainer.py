@@ -92,7 +92,7 @@ def test_run(name, tmp_path):
     exact, _ = trained(tmp_path, False, **{**options, "bf16": False}, dtype=torch.float64)
     found, callback = trained(tmp_path, True, **options)
     assert callback.deferral.materialized == {}
-    if name != "label smoothing":  # which the Trainer spells out in log-probabilities
+    if name != "label smoothing":  # there the Trainer computes the loss from log-probabilities
         assert callback.deferral.fused == 4 * options.get("gradient_accumulation_steps", 1)
     assert type(callback.deferral.head) is torch.nn.Linear
     dtype = torch.bfloat16 if options.get("bf16") else torch.float32

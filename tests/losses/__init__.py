@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 DRAWS = range(8)  # one number can be right by luck; eight can not
 
 Tensors = dict[str, Tensor]
-Loss = Callable[[Tensors, Tensors], Tensor]  # of leaves and of constants
+Loss = Callable[[Tensors, Tensors], Tensor]  # a function of leaves and of constants
 
 
 def language_leaves() -> Tensors:

@@ -76,7 +76,7 @@ def test_memory_of_contrastive(device, dtype):
     with peak_memory(device) as peak:
         contrastive(image, text, logit_scale=scale, workspace=workspace).backward()
     gradients = image.nbytes + text.nbytes
-    # Those of both directions wait for backward, which adds them up.
+    # The gradients of both directions are kept for backward, which adds them up.
     assert peak.bytes <= workspace + 4 * gradients
     assert peak.largest <= workspace
 
@@ -129,5 +129,6 @@ def test_memory_of_eight_pairs_of_4096_tokens(loss_of):
     float32_sum = 4 * weight.numel()
     of_the_test = hidden.nbytes + 2 * weight.nbytes  # the teacher's, and a reference's
     assert peak.bytes <= GIB + float32_sum + gradients + of_the_test + 256 * target.numel()
-    # By default the weight's sum comes on top of 1 GiB, and a chunk may have what is left of both.
+    # By default the sum of the weight's gradient is allowed beyond 1 GiB. A chunk may take what is left of
+    # both.
     assert peak.largest <= GIB + float32_sum < 4 * target.numel() * WIDE // 16

@@ -19,7 +19,7 @@ from tests.losses import (
     token_log_probs,
 )
 
-LENGTH = 12  # of Dr. GRPO
+LENGTH = 12  # the length that Dr. GRPO divides by
 
 
 def make():

@@ -225,7 +225,7 @@ def test_orpo_no_tokens(dtype):
 @pytest.mark.parametrize(("fused", "dense", "draw"), CASES)
 def test_empty_pair_no_nan(fused, dense, draw):
     leaves, constants = make()
-    constants["target"][4] = -100  # with row 1: chosen and rejected of one pair
+    constants["target"][4] = -100  # and row 1: chosen and rejected of one pair
     leaves = {name: tensor.requires_grad_() for name, tensor in leaves.items()}
     loss = fused(leaves, constants)
     loss.backward()

@@ -107,7 +107,7 @@ def compiled(
             constants[path] = value
             return "constexpr"
         if value[0] in "*i" and not value.endswith("?"):
-            aligned.append(path)  # as Triton specialises them where they are: V, D, strides
+            aligned.append(path)  # Triton specialises these where they are multiples of 16: V, D, strides
         return value.removesuffix("?")
 
     signature = {name: place((at,), arguments[name]) for at, name in enumerate(kernel.arg_names)}
@@ -115,7 +115,8 @@ def compiled(
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature=signature, constexprs=constants, attrs=attributes)
     if isinstance(capability, str):
-        triton.knobs.runtime.add_stages_inspection_hook = None  # of a build for NVIDIA before this one
+        # Remove the hook of an earlier build for NVIDIA.
+        triton.knobs.runtime.add_stages_inspection_hook = None
         built = triton.compile(source, target=GPUTarget("hip", capability, 64), options=options)
         assembly = built.asm["amdgcn"]  # Bytes, where it was read from Triton's cache.
         numbers = _numbers_of_amd(assembly.decode() if isinstance(assembly, bytes) else assembly)

@@ -290,7 +290,8 @@ def log_prob_magnitudes(
     entropy_gap_NV += (z_NV - z_NV.amax(1, keepdim=True)).exp().sum(1, keepdim=True).log()
     entropy_N = (p_NV * entropy_gap_NV).sum(1)
     counted_N = ~inputs.ignored_N(ignore_index)
-    own = (p_NV + y_NV, p_NV * (entropy_gap_NV + entropy_N[:, None]), p_NV)  # of log_prob, entropy, logsumexp
+    # Gradients of log_prob, entropy, logsumexp.
+    own = (p_NV + y_NV, p_NV * (entropy_gap_NV + entropy_N[:, None]), p_NV)
     grad_NV = torch.zeros_like(z_NV)
     for derivative_NV, seed in zip(own, upstream):
         if seed is not None:

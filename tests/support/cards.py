@@ -21,4 +21,4 @@ def on_cards(ranks: int, *values: object, marks: Sequence[pytest.MarkDecorator] 
     return pytest.param("cuda", *values, marks=[*needs_cards(ranks), *marks])
 
 
-DEVICES = ["cpu", on_cards(2)]  # of two ranks
+DEVICES = ["cpu", on_cards(2)]  # for tests of two ranks

@@ -38,7 +38,8 @@ def asked(request: pytest.FixtureRequest, name: str, kinds: Iterable[str]) -> li
 def mark_extended(items: Iterable[pytest.Item]) -> None:
     """Mark the cases whose values all occur in others, in the same way in every run and process."""
     grids: dict[object, list[tuple[pytest.Item, Values]]] = defaultdict(list)
-    # In an order without meaning, or the first value of each list would be in most of those that stay.
+    # Go through the tests in an order without meaning. Otherwise most of those that stay would have the first
+    # value of each list.
     for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
         values = _values(item)
         if values and not any(item.get_closest_marker(name) for name in LEFT_OUT):

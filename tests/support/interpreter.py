@@ -158,7 +158,7 @@ def _describe_a_shape_once() -> None:
     def init_tensor(self, handle, type):
         if type.name not in of_tensors:
             make_tensor(self, handle, type)
-            of_tensors[type.name] = {**self.__dict__, "handle": None}  # or its data would stay
+            of_tensors[type.name] = {**self.__dict__, "handle": None}  # otherwise the data would stay
         self.__dict__.update(of_tensors[type.name], handle=handle)
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor

@@ -35,7 +35,7 @@ from tests.support.cuda_context import give_autograd_a_context
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
-DEVICE = "cpu"  # of this rank's tensors; set before the module with its scenarios is imported
+DEVICE = "cpu"  # the device of this rank's tensors; set it before importing the module with its scenarios
 Result = dict[str, Any]
 LONGEST = 300  # seconds that a scenario on a card takes before its process says where it is
 # Imported once in each process of tests, by the server that all its ranks are forked from: these imports take

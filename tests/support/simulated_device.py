@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 NAME = "simulated"
 REFUSED = (torch.float64, torch.complex128)
 OF_CPU, OF_OTHERS = 1, 12  # device types of DLPack
-GENERATOR = torch.Generator()  # of the device
+GENERATOR = torch.Generator()  # the generator of the device
 _libraries: list[Library] = []
 
 

@@ -46,7 +46,7 @@ PIECES = {
 }
 ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
 OPERANDS = ("query", "key", "value", "grad_output")
-# What a kernel of pieces loads once, and splits itself, where all features are one block.
+# Operands that a kernel of pieces loads once, and splits itself, if all features are one block.
 LOADED_ONCE = {
     "forward": ("query",),
     **dict.fromkeys(("key and value", "delta as key and value"), ("key", "value")),
@@ -101,7 +101,7 @@ KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (),
     ),
 }
-# With any of Triton 3.6 to 3.9.
+# The bytes that these builds spill with any Triton from 3.6 to 3.9.
 SPILLS = {
     "forward, half, 128, float64 bias": 320,
     "query, half, 128, float64 bias": 96,
@@ -367,7 +367,7 @@ def _builds() -> dict[str, Build]:
 
 IN_VECTORS = "72, of which Triton knows no divisor"
 BUILDS = _builds()
-# Those that another covers (tests/support/ahead_of_time.py).
+# Builds that another build covers (tests/support/ahead_of_time.py).
 LEFT_OUT = {
     80: (
         "delta as query, float32, 64",

@@ -35,7 +35,7 @@ from tests.support.loss import skip_unless_runnable
 
 pytestmark = [
     INTERPRETED,
-    # Of keys that are not there, in a tile whose queries all are: stored nowhere.
+    # A tile of queries that are all present may have keys that are absent. Their values are stored nowhere.
     pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning"),
 ]
@@ -73,7 +73,7 @@ SHARED = "launch_small_problems.short_bias_gradient_kernel"
 WAYS = {
     "torch": Way("torch", (1, 2, 3, 17, 64, 257, 700)),
     "triton": Way("triton", (2, 3, 17, 64, 130), settings={"launch_backward.FEW_SCORES": 0}),
-    # Of a bias of keys the gradient has another way, which needs the low half of what forward wrote.
+    # The gradient of a bias of keys takes another way, which needs the low half that forward wrote.
     "one tile": Way(
         "triton", (2, 3, 17, 64), (8, 32, 64), 1, {"launch_small_problems.FEWEST": 1}, ONE_TILE, ONE_TILE
     ),
@@ -101,7 +101,7 @@ WAYS = {
 
 def random_case(generator, way, dtype, device, **options):
     M, N = (generator.choice(way.lengths) for _ in range(2))
-    N = max(N, 2)  # of one key there is nothing to differentiate but the value
+    N = max(N, 2)  # with one key only the value has a gradient
     H, K = generator.choice((1, 2, 4)), generator.choice(way.features)
     B = max(way.batches, math.ceil(ROWS[way.backend] / (M * H)))
     given = {"mask": generator.choice(MASKS), "bias": generator.choice(BIASES), **options}

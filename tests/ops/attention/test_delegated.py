@@ -224,7 +224,7 @@ def test_compile_operator(dtype, causal, rows_first):
     )
     torch.testing.assert_close(
         *([out, statistics.sum(2)] for out, statistics in (found, expected))
-    )  # of which one is all in the first number
+    )  # one of the two kernels has the whole logsumexp in its first number
     assert [each.stride() for each in found] == [each.stride() for each in expected]
     wanted = (True, False, True, False)
     upstream = torch.randn_like(found[0])

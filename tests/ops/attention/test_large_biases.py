@@ -29,8 +29,8 @@ from tests.support.loss import skip_unless_runnable
 
 pytestmark = [
     INTERPRETED,
-    # Of keys that are not there, in a tile whose queries all are: beside such a maximum their weights are
-    # infinite, and are stored nowhere.
+    # A tile of queries that are all present may have keys that are absent. Beside such a maximum their
+    # weights are infinite, but are stored nowhere.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning"),
 ]

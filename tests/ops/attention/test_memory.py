@@ -53,7 +53,7 @@ def step(case, backend="auto", gradients=True, **options):
 
 def peak_of(device, run):
     if device != "cpu":
-        run()  # what a process makes once: cuBLAS's workspace, and kernels
+        run()  # allocate what a process allocates once: cuBLAS's workspace, and kernels
     with peak_memory(device) as peak:
         run()
     return peak

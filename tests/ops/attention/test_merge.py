@@ -39,7 +39,7 @@ def test_merge_part_without_keys(device):
     case = make_case(1, 8, 8, dtype=torch.float64, device=device)
     query, key, value = leaves = [case.query, case.key, case.value]
     whole = lowtide.memory_efficient_attention_with_lse(query, key, value, masks.LowerTriangularMask())
-    late = masks.LowerTriangularFromBottomRightMask()  # of the keys 4 to 7: query i sees 4 .. i
+    late = masks.LowerTriangularFromBottomRightMask()  # with keys 4 to 7, query i sees keys 4 .. i
     parts = [
         lowtide.memory_efficient_attention_with_lse(query, key[:, :4], value[:, :4], window=(-1, 4)),
         lowtide.memory_efficient_attention_with_lse(query, key[:, 4:], value[:, 4:], late),

@@ -117,7 +117,7 @@ HALF = {"dtype": torch.bfloat16}
 MANY_SMALL = {"launch_small_problems.FEWEST": 1}
 FEW_QUERIES = {"launch_few_queries.FEWEST_KEYS": 1, "launch_few_queries.PROGRAMS": 8}
 
-# What is launched in ways of its own: kernels that show it, the case, and what the launchers go by.
+# Cases with launches of their own: the kernels that show it, the case, and the constants that decide it.
 KERNELS = {
     "bias of its own": ({"query_gradient_kernel"}, OWN_BIAS | HALF, {}),
     "bias of its own, causal": ({"query_gradient_kernel"}, OWN_BIAS | HALF | {"mask": CAUSAL}, {}),
@@ -150,7 +150,7 @@ def test_like_call_runs_no_launcher(device, monkeypatch, recordings, launchers, 
     check_twice(case)
     upstream = make_upstream(case)
     expected = results(case, upstream)
-    assert launchers == ["forward", "backward"] * 2  # of the first call, and of the second's rehearsal
+    assert launchers == ["forward", "backward"] * 2  # of the first call, and of the rehearsal of the second
     launchers.clear()
     found = results(case, upstream)
     for part, want in expected.items():
@@ -283,7 +283,7 @@ def test_modes_see_the_operators(device, recordings, mode):
     recordings.clear()
     with mode():
         attention_of(case)
-        if mode is not Functions:  # which sees Tensor.backward, and nothing in it
+        if mode is not Functions:  # this mode sees the call of Tensor.backward, and nothing inside it
             out.sum().backward()
     assert not recordings
 

@@ -151,7 +151,7 @@ def test_same_call_same_bits(device, monkeypatch, name):
 def test_float16(device, monkeypatch, name):
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(grad_scores, "ROOM", 1)
-    case = case_of(name, device, dtype=torch.float16, B=2)  # of one, the bias is shared by nothing
+    case = case_of(name, device, dtype=torch.float16, B=2)  # with one head, no heads share the bias
     upstream = make_upstream(case)
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
 

@@ -48,7 +48,8 @@ def case_of(name, device, **more):
 
 @pytest.fixture
 def room(monkeypatch):
-    monkeypatch.setattr(strips, "SHARE", 1e6)  # or sizes as small as these had room for the fewest keys
+    # Otherwise sizes as small as these have room for the fewest keys.
+    monkeypatch.setattr(strips, "SHARE", 1e6)
     monkeypatch.setattr("lowtide.ops.attention.triton_backend.launch_backward.FEW_SCORES", 0)
     return lambda name: monkeypatch.setattr(strips, "ROOM", ROOMS[name])
 
@@ -143,6 +144,7 @@ def test_memory(device, room, of):
         torch.autograd.grad(out, leaves, upstream)
     gradients = sum(leaf.nbytes for leaf in leaves)
     scores = 2 * 2 * 1024 * (2 * 384 if of == "one strip" else 128)
-    sums = 0 if of == "one strip" else 2 * case.query.nbytes // 2  # of one head of two
+    # The float32 sums of dq, for one head of two.
+    sums = 0 if of == "one strip" else 2 * case.query.nbytes // 2
     rows = 3 * 4 * 2 * 1024
     assert peak.bytes <= gradients + scores + sums + rows + (64 << 10)

@@ -122,7 +122,7 @@ FOREIGN = {
 )
 def test_tensor_subclass_refused(function, name, place):
     make, message = FOREIGN[name]
-    if (name, place) == ("torch's bias", 3):  # which is understood; but not below another mask
+    if (name, place) == ("torch's bias", 3):  # this class is understood, but not below another mask
         foreign = masks.LowerTriangularMask().add_bias(make(None))
     else:
         foreign = make(torch.randn(2, 8, 8) if name != "compressed" else torch.randn(8, 8))

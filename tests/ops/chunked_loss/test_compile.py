@@ -21,7 +21,7 @@ from tests.ops.chunked_loss.helpers import (
 from tests.support.extended import all_extended_but
 from tests.support.loss import no_synchronisation
 
-# Of torch.compile itself.
+# torch.compile itself gives these warnings.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute"),

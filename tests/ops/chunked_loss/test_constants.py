@@ -218,7 +218,7 @@ def check(loss_fn, change, head=None, *, names="", hidden=None):
                 change()
             with pytest.raises(RuntimeError, match=f"must not change.*{names}.*gradient_in_forward"):
                 loss.backward()
-        else:  # with the new values, of which it has the gradients already
+        else:  # it continues with the new values, for which it has the gradients already
             (after,) = torch.autograd.grad(loss, hidden)
             assert not torch.allclose(before, after)
 

@@ -148,7 +148,7 @@ def test_workspace_kept(device, dtype, share):
         return chunked_loss(loss_fn, *arguments, **options)
 
     found, after, _ = peaks(chunked, head, hidden, labels, workspace=workspace)
-    # What an operator takes for itself while it runs is not seen when rows are measured.
+    # Rows are measured without the memory that an operator takes for itself while it runs.
     slack = 0.1 * workspace
     assert max(found, after) <= workspace + held_by_gradients(head, hidden) + slack
     steps = -(-N // sizes[-2])

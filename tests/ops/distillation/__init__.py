@@ -226,7 +226,7 @@ def magnitudes(
     }
 
 
-# Of the autograd contract.
+# For tests of the autograd contract.
 
 
 def gradients(loss: Tensor, inputs: Inputs, **options: Any) -> Result:

@@ -63,7 +63,7 @@ BUILDS = {
     "gradient, Jensen-Shannon": _gradient(),
     "gradient, Jensen-Shannon, with all options": _gradient(**_BENT_GRADIENT),
 }
-# Those that another covers (tests/support/ahead_of_time.py).
+# Builds that another build covers (tests/support/ahead_of_time.py).
 LEFT_OUT = dict.fromkeys(
     TARGETS, ("statistics", "statistics, with all options", "gradient, forward, float32")
 )

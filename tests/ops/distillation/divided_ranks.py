@@ -32,7 +32,8 @@ from tests.support.ranks import DEVICE, mesh_of
 
 FEWEST = 13
 N, V = FEWEST, 23
-ROOM_ON_CUDA = 32768 - 8192  # what a plan counts there beyond the CPU's, for how CUDA allocates
+# On CUDA a plan counts so much more than on the CPU, for the way in which CUDA allocates.
+ROOM_ON_CUDA = 32768 - 8192
 
 LAYOUTS = ("even", "uneven", "empty")
 WAYS = ("group", "dtensor", "tokens", "dtensor tokens")

@@ -10,7 +10,7 @@ from tests.ops.distillation import DIVERGENCES, REDUCTIONS, fused, make_inputs
 from tests.support.extended import all_extended_but
 from tests.support.loss import smallest_workspace
 
-# Of the logits it takes no more than one row too many to break the promise.
+# With these sizes, a single row of logits too many exceeds the promise.
 N, D_S, V, D_T = 16, 8, 16384, 4
 
 
@@ -106,7 +106,7 @@ def test_retained_graph_memory(device, reduction):
 def test_workspace_kept_by_higher_orders(device, divergence, caps):
     """Copies of the operands apart."""
     inputs = make_inputs(256, 4, 4096, 4, device=device, ignored=0)
-    workspace = 4 << 20  # of logits, all of them: twice as much for each head
+    workspace = 4 << 20  # memory for all logits, which are twice as large with both heads
 
     def second():
         loss = fused(inputs, divergence, workspace=workspace, **caps)

@@ -225,7 +225,7 @@ def _row_vectors(**changes: Any) -> Build:
         **dict.fromkeys(("label_stride", "row_weight_stride", "upstream_stride"), 1),
         **dict.fromkeys(("target_share", "smoothing_share", "lse_share"), "fp32"),
     }
-    of_mean = changes.get("factor_ptr") is not None  # by a single program
+    of_mean = changes.get("factor_ptr") is not None  # the kernel of a mean runs as a single program
     return _row_loss("_row_vectors_kernel", *((16, 4096) if of_mean else (4, 512)), arguments, **changes)
 
 
@@ -548,7 +548,7 @@ BUILDS = {
     ),
     **PIPELINED,
 }  # fmt: skip
-# Those that another covers (tests/support/ahead_of_time.py).
+# Builds that another build covers (tests/support/ahead_of_time.py).
 _SOFTMAX = (
     "softmax, float32",
     "softmax, statistics",

@@ -35,6 +35,6 @@ if __name__ == "__main__":
             constants = {"SOFTCAP": softcap} | ({} if slope else {"slope_ptr": None})
             types = {each: given.get(each, "constexpr") for each in distance_kernel.arg_names}
             source = ASTSource(distance_kernel, signature=types, constexprs=constants)
-            options = {"enable_fp_fusion": softcap == 0}  # as softmax_triton.py is launched
+            options = {"enable_fp_fusion": softcap == 0}  # as in the launch of softmax_triton.py
             built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             print(json.dumps([[name, slope], built.asm["ptx"]]), flush=True)

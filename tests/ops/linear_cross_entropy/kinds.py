@@ -11,7 +11,7 @@ from tests.support.loss import fused, make_inputs
 
 REDUCTIONS = ("mean", "sum", "none")
 
-# What make_inputs is asked for, and what the call is asked for.
+# The arguments of make_inputs, and the options of the call.
 KINDS = {
     "plain": ({}, {}),
     "all, classes": (

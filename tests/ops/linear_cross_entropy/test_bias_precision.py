@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import lowtide
 from tests.deferred.helpers import norm, within_eager
 
-N, D, V = 24, 256, 4100  # of so many weights a CPU's own bfloat16 products are made
+N, D, V = 24, 256, 4100  # with so many weights a CPU uses its own bfloat16 products
 
 
 def losses(backend, reduction):

@@ -219,7 +219,7 @@ def test_workspace_kept(device, counted, room, reduction, extras, options):
         held += V * D * 4  # the weight as the interpreter takes it
     with peak_memory(device) as peak:
         step()
-    # Of what is reserved for vectors, least has most, and not all is used.
+    # `least` reserves most for vectors, and not all of it is used.
     assert 0.7 * (workspace - least) <= peak.bytes - held <= workspace
 
 
@@ -266,7 +266,7 @@ def test_blocks_fill_waves(N, D, V):
 
 
 @pytest.mark.parametrize(
-    ("D", "V", "measured"),  # by rows: ms on an H200, of E W with a float32 result
+    ("D", "V", "measured"),  # ms of E W with a float32 result on an H200, by numbers of rows
     [
         (2304, 256000, {896: 1.542, 1280: 2.351, 1408: 2.330, 1536: 3.062, 2048: 3.440}),
         (4096, 128256, {1664: 3.025, 2048: 3.001, 2816: 4.581}),

@@ -26,7 +26,7 @@ from tests.support.loss import (
 
 pytestmark = [
     needs_tracing,
-    # Of an intermediate, read by Dynamo itself; of torch.jit and others, imported by the compiler.
+    # Dynamo itself reads .grad of an intermediate; the compiler imports torch.jit and others.
     pytest.mark.filterwarnings("ignore:The .grad attribute"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -250,7 +250,7 @@ def test_inductor(device, reduction):
     if device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("needs a C++ compiler")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler's own imports
+        warnings.simplefilter("ignore")  # the compiler's own imports give warnings
         loss_of = compiled_with("inductor", dynamic=True)
         for length in (32, 40):
             inputs = make_inputs(length, device=device, bias=True, logit_scale=True)
@@ -310,7 +310,7 @@ def test_export_log_probs(device):
         torch.testing.assert_close(found, expected)
 
 
-# What does not combine is refused by one graph; without, it is right or refused.
+# fullgraph=True refuses transforms that do not combine. Without it, the result is right, or is refused.
 
 
 @pytest.mark.parametrize("transform", all_extended_but(["grad", "vmap"], ["jvp", "dual", "grad", "vmap"]))

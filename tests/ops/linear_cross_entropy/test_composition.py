@@ -42,7 +42,7 @@ def test_transforms_of_reference(device):
     torch.testing.assert_close(gradient, expected["input"], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of an intermediate, read by Dynamo itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo itself reads .grad of an intermediate
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compile_breaks_graph(device, dtype, reduction):

@@ -42,7 +42,8 @@ def test_gradients_and_workspace(V, options, reduction, kind):
     inputs = make_inputs(rows, features, V, dtype=BF16, **own)
     z_loss = options.get("z_loss", 0.0)
     workspace = workspace_for(inputs, is_kind("packed" if kind == "class_blocks" else kind), z_loss=z_loss)
-    if kind == "class_blocks":  # as much as still is; of the least, blocks are of a few numbers
+    # The most memory that still needs class blocks; with the least, blocks have a few numbers only.
+    if kind == "class_blocks":
         workspace = workspace * 3 // 4
         assert is_kind(kind)(planned(inputs, workspace, z_loss=z_loss))
     plan = planned(inputs, workspace, z_loss=z_loss)

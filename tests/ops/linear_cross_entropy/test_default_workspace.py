@@ -29,8 +29,8 @@ from tests.support.loss import interpreted
 from tests.tools.estimate.conftest import TINY_LLAMA, config  # noqa: F401  a fixture
 
 KIB, MIB = 1 << 10, 1 << 20
-# What a call may hold above the dense computation: room for enough rows and classes at a time, and
-# vectors and one row of a few logits that are more than all of them.
+# Memory that a call may hold above the dense computation: room for enough rows and classes at a time, and for
+# vectors and one row of logits, which with few logits are larger than all of these.
 SLACK = ROOM["cpu"]
 OF_A_NUMBER = {"cpu": 64, "cuda": 256}
 HALVES = [torch.bfloat16, torch.float16]

@@ -111,7 +111,7 @@ def extended(arguments):
     input, target, weight = (arguments[name] for name in ("input", "target", "weight"))
     leading = input.dim() > 2
     weights = weight is not None and weight.dtype != input.dtype and not target.is_floating_point()
-    # With a smoothing torch does not take it.
+    # torch does not take such a target with label smoothing.
     one = input.dim() == 1 and target.shape == (1,) and arguments["linear_weight"].shape[0] > 1
     return leading or weights or one or target.dtype == torch.uint8
 
@@ -144,7 +144,7 @@ def test_any_call(call):
     check_close("loss", found, loss, loss.dtype, summed)
     try:
         expected = outcome(theirs, wide, names, **options)
-    except RuntimeError:  # what torch's forward takes, and its backward does not
+    except RuntimeError:  # torch's forward takes the arguments, and its backward does not
         target = arguments["target"]
         assert target.shape == (1,) or target.dtype == torch.uint8
         return

@@ -23,7 +23,7 @@ def call(input=x, linear_weight=w, target=t, **options):
 
 
 BAD = [
-    # what is wrong, its arguments, the exception, and what its message must hold
+    # the mistake, the arguments, the exception, and words of its message
     ("input is a list", {"input": [1.0]}, TypeError, "input must be a torch.Tensor, got list"),
     ("weight is None", {"linear_weight": None}, TypeError,
      "linear_weight must be a torch.Tensor, got NoneType"),

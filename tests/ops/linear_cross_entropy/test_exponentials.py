@@ -125,7 +125,7 @@ def test_frequent_class_confident(device, bits, factor, monkeypatch):
     weight[7] += 3 / D
     leaves = [each.to(device, torch.bfloat16).requires_grad_() for each in (hidden, weight)]
     p_NV = (leaves[0].double() @ leaves[1].double().t()).softmax(1).detach()
-    # As often as it is likely, one after the other, and not by chance.
+    # Class 7 is a target as often as is likely, at regular places instead of by chance.
     due_N = p_NV[:, 7].cpu().cumsum(0).floor()
     target = torch.randint(8, V, (N,), generator=generator)
     target[due_N.diff(prepend=due_N.new_zeros(1)) > 0] = 7

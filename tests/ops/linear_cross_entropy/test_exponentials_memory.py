@@ -189,7 +189,7 @@ def test_memory_matches_plan(
     assert made.exponentials
     assert made.weight_gradient == kind or frozen == "linear_weight"
     assert made.rows > made.product_rows
-    # What is reserved for vectors is never all used; rows of targets are formed again before dX.
+    # Memory reserved for vectors is never all used; rows of targets are formed again before dX.
     unused = 320 * N + 52 * V + 10_000 + (kind == "single_product") * spec.TARGETS * 4 * (N + D)
     foretold = planner.peak_bytes(*arguments)
     assert foretold <= workspace

@@ -36,7 +36,7 @@ from tests.ops.linear_cross_entropy.test_several_terms import in_terms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-ROOM = 1 << 24  # for a single GEMM; by default so small a call has no more than the dense one holds
+ROOM = 1 << 24  # for a single GEMM; by default a call so small may hold no more than the dense one
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +207,7 @@ def test_single_product_memory_matches_plan(device, N):
     rounded.add_product(exp_NV, x_ND, first=True, last=True)
     with peak_memory(device) as peak:
         rounded.add_target_rows(x_ND, hit_N, class_N, order_N)
-    vectors = 64 * N + 4096  # which ByteCounts.fixed has
+    vectors = 64 * N + 4096  # ByteCounts.fixed includes these
     targets = min(N, accumulators.TARGETS)
     assert targets * D * 4 <= peak.bytes <= accumulators.TARGETS * (N * dtype.itemsize + D * 4) + vectors
 

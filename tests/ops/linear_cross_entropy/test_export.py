@@ -6,7 +6,7 @@ import torch
 import lowtide
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the exporter's own imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # the exporter's own imports give these
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 

@@ -35,7 +35,7 @@ def choice(N, D, V, *, wanted=(True, True), dtype=torch.bfloat16, log_probs=Fals
         return made.engine, made.weight_gradient, found.reasons, planner.peak_bytes(head, told, kind)
 
 
-# Those of benchmarks on an H200 (decision 0062): as the measured time of one call.
+# Shapes that were measured on an H200 (decision 0062), by the time of one call.
 FEW = [(16, 4096, 128256), (64, 4096, 128256), (256, 4096, 128256), (256, 1024, 32000), (1024, 1024, 32000),
        (256, 768, 50257), (16, 1024, 32000), (256, 2048, 128256)]  # fmt: skip
 MANY = [(512, 4096, 128256), (1024, 4096, 128256), (1024, 2048, 128256), (2048, 1536, 49155),

@@ -22,7 +22,7 @@ softmax_triton = pytest.importorskip("lowtide.ops.linear_cross_entropy.engines.l
 HUGE = 1e30
 TRANSFORMS = {
     "scale": {"logit_scale": HUGE},
-    "soft cap": {"logit_scale": HUGE, "softcap": HUGE},  # of tanh(u) * 1e30
+    "soft cap": {"logit_scale": HUGE, "softcap": HUGE},  # logits are 1e30 tanh(u)
 }
 
 

@@ -350,7 +350,7 @@ def test_input_gradient_ends_early(device, counted):
     expected_CD = scale_C[:, None] * product_CD
     expected_CD += coef_C[chunk.row_C, None] * weight_VD[target_C].double()
     expected_CD = (0.5 * expected_CD).masked_fill(ignored_C[:, None], 0)
-    found_CD = out_CD[chunk.row_C]  # in the order of places
+    found_CD = out_CD[chunk.row_C]  # rows of the matrix, in the order of places
     tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(
         found_CD[:counted].double(), expected_CD[:counted], rtol=tolerance, atol=tolerance

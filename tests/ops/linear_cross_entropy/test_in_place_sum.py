@@ -37,7 +37,7 @@ def test_in_place_sum_memory():
         shared = InPlaceSum(gradient_VD, factor)
         shared.add_product(g_CV, x_CD, first=True, last=False)
         shared.finish()
-    assert peak.bytes == 501 * D * 4 + D * 4  # and a row
+    assert peak.bytes == 501 * D * 4 + D * 4  # the sum, and one row
 
 
 def is_split(plan):

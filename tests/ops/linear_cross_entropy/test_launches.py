@@ -61,7 +61,7 @@ def launches(monkeypatch):
 
     def launch_and_count(self, *arguments, **options):
         counted.found[self.fn.__name__] += 1
-        # What the interpreter does with tensors is no launch.
+        # Operations of the interpreter on tensors are not launches.
         with torch.utils._python_dispatch._disable_current_modes():
             return launch(self, *arguments, **options)
 

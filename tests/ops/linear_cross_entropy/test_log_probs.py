@@ -33,7 +33,7 @@ SUBSETS = [
     for names in itertools.combinations(RESULTS, count)
 ]
 
-# What make_inputs is asked for, and what the call is asked for.
+# The arguments of make_inputs, and the options of the call.
 KINDS = {
     "plain": ({}, {}),
     "bias": ({"bias": True}, {}),
@@ -196,7 +196,7 @@ def test_confident_rows(device, scale, backend):
     check_fused(make_inputs(7, 5, 11, device=device, scale=scale), backend=backend)
 
 
-# What it is made of.
+# Results that log-probabilities consist of.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

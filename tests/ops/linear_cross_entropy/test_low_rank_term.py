@@ -19,7 +19,7 @@ from tests.ops.linear_cross_entropy.on_exponentials import (
 )
 from tests.ops.linear_cross_entropy.test_several_terms import in_terms
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy gives these
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_chunks_and_blocks(device, made, whole, options, reduction):
     workspace = None
     if not whole:
         hidden = {name: value for name, value in options.items() if name != "logit_scale"}
-        workspace = 6 * V * R + workspace_for(  # of one term; the second has a sum of its own
+        workspace = 6 * V * R + workspace_for(  # that of one term, and a sum for the second
             inputs,
             lambda plan: plan.rows >= N // 2 and plan.weight_gradient != "class_blocks",
             backend="triton",

@@ -9,7 +9,7 @@ import lowtide
 from lowtide.memory import peak_memory
 from tests.support.loss import fused, make_inputs, smallest_workspace
 
-# Of the logits, and of vectors of V elements, it takes no more than one too many to break the promise.
+# With these sizes, a single row of logits or vector [V] too many exceeds the promise.
 N, D, V = 16, 4, 16384
 DTYPES = [torch.float32, torch.bfloat16]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -172,7 +172,7 @@ def test_workspace_counts_operand_copies(device, times, reduction, kind, dtype):
     inputs = replace(inputs, **changed)
     whole_copy = 0
     if kind == "autocast" and device == "cuda" and dtype == torch.float32:
-        whole_copy = V * D * 2  # of the weight, as autocast's own
+        whole_copy = V * D * 2  # the copy of the weight that autocast itself would make
     with torch.autocast(device, dtype=torch.bfloat16, enabled=kind == "autocast"):
         least = smallest_workspace(lambda workspace: fused(inputs, workspace=workspace, reduction=reduction))
         options = {"reduction": reduction, "workspace": times * least}

@@ -41,7 +41,7 @@ from tests.support.loss import (
 pytestmark = [
     # Triton's interpreter computes with numpy, which warns of inf - inf.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    # Of torch.jit and others, imported by torch.func.jvp, the compiler and the exporter.
+    # torch.func.jvp, the compiler and the exporter import torch.jit and others, which are deprecated.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -128,7 +128,7 @@ def test_autocast(device, dtype):
     assert found["input"].dtype == torch.float32
 
 
-# What a normaliser is.
+# Values and kinds of a normaliser.
 
 
 def test_zero_beside_tokens(device):

@@ -49,7 +49,7 @@ def few_tokens(device, monkeypatch):
 # G, dW, and X where rows are ignored are rounded to bfloat16, each by 2^-9 at most. The interpreter cuts a
 # float32 off where a card rounds.
 MOST_ERROR = {"cuda": 3 * 2**-9, "cpu": 9e-3}
-ROOM = 1 << 24  # for a single GEMM; by default so small a call has no more than the dense one holds
+ROOM = 1 << 24  # for a single GEMM; by default a call so small may hold no more than the dense one
 
 
 def relative(actual, exact):
@@ -202,7 +202,7 @@ def test_memory_matches_plan(device):
     kind = call_kind_of(head, call[2], None, (True, True, False, False), log_probs=False)
     foretold = planner.peak_bytes(head, made.options, kind)
     assert held >= 2 * N * V
-    if device == "cuda":  # in this test products on the CPU have copies
+    if device == "cuda":  # in this test, products on the CPU copy their operands
         assert held <= foretold
     assert foretold <= dense + 256 * (N + D + V) + (16 << 20)
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 REDUCTIONS = ("mean", "sum", "none")
 DTYPES = (torch.float32, torch.float64, *HALVES)
 
-# What make_inputs is asked for, and what the call is asked for.
+# The arguments of make_inputs, and the options of the call.
 KINDS = {
     "softcap": ({}, {"softcap": 1.5}),
     "scale": ({}, {"logit_scale": 0.6}),
@@ -165,7 +165,7 @@ def test_no_grad_same_loss(device, reduction, kind):
     assert norm(loss - expected) <= torch.finfo(torch.float32).eps * norm(expected)
 
 
-# What counts, and what does not.
+# Rows and classes that count, and those that do not.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -57,7 +57,7 @@ def test_autocast(device, leaves, reduction, dtype, input_dtype):
     rounded = operands(inputs, dtype if device == "cuda" else torch.float32)
     exact = differentiate(dense, rounded, 0.7, reduction=reduction)
     magnitude = magnitudes(rounded, 0.7, reduction=reduction)
-    # What autocast itself makes: operands, and the gradients of its products, in half precision.
+    # With autocast, torch makes operands and the gradients of its products in half precision.
     with torch.autocast(device, dtype=dtype):
         logits_NV = torch.nn.functional.linear(inputs.input, inputs.linear_weight, inputs.linear_bias)
         loss = torch.nn.functional.cross_entropy(

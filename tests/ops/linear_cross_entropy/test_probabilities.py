@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_probabilities_one_hot_match_class(device, reduction):
     inputs = make_inputs(device=device, dtype=torch.float64, class_weight=True, ignored=0.0)
     certain = replace(inputs, target=torch.nn.functional.one_hot(inputs.target, 63).double())
-    if reduction == "mean":  # of rows, not of class weights: as in torch
+    if reduction == "mean":  # the mean is over rows, not over class weights, as in torch
         inputs, certain = (replace(each, weight=None) for each in (inputs, certain))
     expected = differentiate(fused, inputs, reduction=reduction, label_smoothing=0.1)
     found = differentiate(fused, certain, reduction=reduction, label_smoothing=0.1)

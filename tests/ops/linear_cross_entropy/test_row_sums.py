@@ -99,7 +99,7 @@ def _log1p_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     tl.store(out_ptr + place, row_coefficients.log1p(tl.load(x_ptr + place)))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, at 0
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns at 0
 def test_log1p_digits(device):
     values = [0, 1e-45, 1e-30, 1e-9, 6e-8, 1.2e-7, 1e-3, 0.5, 0.9999999, 1, 1.5, 1e10, 1e38]
     x = torch.tensor([*values, 3e-5, torch.inf, torch.nan], device=device)

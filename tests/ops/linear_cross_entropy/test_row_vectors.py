@@ -23,7 +23,8 @@ from lowtide.ops.linear_cross_entropy.engines import row_loss_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-# Of numbers above 0, added up in blocks, none to more than a dozen others.
+# The error of a sum of numbers above 0 that is added up in blocks, in which each number goes through at most
+# a dozen additions.
 SUM_ERROR = 1e-6
 OPTIONS = [
     {},
@@ -48,7 +49,7 @@ def both(device, N=700, V=61, *, weighted=False, invalid=True, target_dtype=torc
     target_N = torch.randint(V, (N,), device=device)
     target_N[1::7] = ignored = options.get("ignore_index", -100)
     if target_dtype == torch.uint8 and ignored < 0:
-        target_N[1::7] = 0  # as no number of this dtype is -100
+        target_N[1::7] = 0  # no number of this dtype is -100
     if invalid:
         target_N[3::97], target_N[5::89] = V, 125 if target_dtype in (torch.uint8, torch.int8) else 1 << 14
     target_N = target_N.to(target_dtype)
@@ -101,7 +102,7 @@ def test_vectors(device, options, weighted, upstream):
     for field in fields(theirs):
         assert_equal_bits(getattr(mine, field.name), getattr(theirs, field.name), device)
     assert_equal_bits(found.target_weight_N, expected.target_weight_N, device)
-    assert mine.softmax_coef_N.isnan().any()  # of invalid targets
+    assert mine.softmax_coef_N.isnan().any()  # coefficients of invalid targets
     assert (mine.softmax_coef_N[mine.ignored_N] == 0).all()
     assert mine.ignored_N.any()
 

@@ -187,7 +187,7 @@ def test_autocast(device, reduction, dtype):
     check(found, inputs, upstream=-0.7, reduction=reduction, **options)
 
 
-# What a weight is.
+# Values and kinds of a weight.
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -191,7 +191,7 @@ def test_adapter_of_zeros(device):
     assert grad_b.ne(0).any()
 
 
-# What does not fit.
+# Arguments that do not fit.
 
 
 @pytest.mark.parametrize(

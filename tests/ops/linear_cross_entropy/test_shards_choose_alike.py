@@ -16,7 +16,7 @@ from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
 
 V, D = 128256, 1024
-SHARDS = (0, 1, 17, 4000, V // 2, V - 1, V)  # of an uneven layout: none of the classes, few, all
+SHARDS = (0, 1, 17, 4000, V // 2, V - 1, V)  # classes of a rank in uneven layouts: none, few, all
 TOKENS = (0, 1, 64, 4096)
 OPTIONS = (
     {},

@@ -37,7 +37,7 @@ from tests.ops.linear_cross_entropy.test_several_terms import in_terms
 # The interpreter computes with numpy, which warns of inf - inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-# What make_inputs is asked for, and what the call is asked for.
+# The arguments of make_inputs, and the options of the call.
 KINDS = {
     "probabilities": ({"probabilities": True}, {}),
     "smoothed": ({"probabilities": True, "class_weight": True}, {"label_smoothing": 0.1}),
@@ -239,12 +239,12 @@ def test_accuracy_of_16_bits(device, size, near):
     softmax_triton.gradient(found, place_CV, terms, statistics, columns, take_stats=True)
     z_CV = x_CD.double() @ weight_VD.double().T
     y_CV = soft_CV.double()
-    p_CV = z_CV.softmax(1) * y_CV.sum(1, keepdim=True)  # which is 1 but for y's rounding
+    p_CV = z_CV.softmax(1) * y_CV.sum(1, keepdim=True)  # the sum is 1 up to y's rounding
     exact_CV = p_CV - y_CV
     far_CV = z_CV.amax(1, keepdim=True) - z_CV > 64
     allowed_CV = 5e-4 * p_CV + (2**-8 if device == "cuda" else 2**-7) * (exact_CV.abs() + 5e-4 * p_CV)
     error_CV = (place_CV.double() - exact_CV).abs()
-    # What logits and y know, and the smallest number there is.
+    # The rounding of logits and of y, and the smallest float32.
     float32_CV = 2**-22 * (z_CV.abs().amax() * p_CV + y_CV) + 2**-126
     assert (error_CV <= allowed_CV + far_CV * p_CV + float32_CV).all()
     assert size < 60 or far_CV.any()

@@ -13,7 +13,7 @@ from tests.support.loss import (
     make_inputs,
 )
 
-# Of torch.jit, which torch.func.jvp imports.
+# torch.func.jvp imports torch.jit, which warns that it is deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 

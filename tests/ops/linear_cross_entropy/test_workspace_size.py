@@ -35,7 +35,7 @@ def test_workspace_matches_allocator(dtype, workspace, wanted):
     measured = peak.bytes - sum(each.nbytes for each in results)
     foretold = workspace_of("lowtide::linear_cross_entropy", call)
     assert workspace is None or foretold <= workspace
-    # What is reserved for vectors and numbers is never all used.
+    # Memory reserved for vectors and numbers is never all used.
     assert 0.75 * foretold <= measured <= foretold
 
 

@@ -18,7 +18,7 @@ from tests.support.cuda_graphs import captured
 from tests.support.loss import check, make_inputs, no_synchronisation
 from tests.support.ranks import DEVICE
 
-# Of float32 an engine of logits, of bfloat16 on a Hopper card one without.
+# float32 runs an engine of logits, bfloat16 on a Hopper card one without logits.
 SIZES = {torch.float32: (370, 64, 512), torch.bfloat16: (2048, 256, 8192)}
 
 

@@ -496,7 +496,7 @@ def later_calls() -> None:
     place, inputs = Place(), made(ignored=0.0)
     x, w, target = inputs.input.detach(), inputs.linear_weight.detach(), inputs.target
     own, last, expected = w[place.classes], place.ranks - 1, dense(inputs, reduction="none").detach()
-    for counts in ((3, 3), (5, 5), (3, 5), (3, 4), (0, 5)):  # of the others, and of the last rank
+    for counts in ((3, 3), (5, 5), (3, 5), (3, 4), (0, 5)):  # tokens of each other rank, and of the last rank
         first, tokens = 4 * place.rank, counts[place.rank == last]
         sizes = [counts[rank == last] for rank in range(place.ranks)]
         part = slice(first, first + tokens)
@@ -840,7 +840,7 @@ def killed(rank: int, collective: str = "") -> None:
         real, issued = getattr(collectives.Group, collective), itertools.count()
 
         def ending(self: Any, tensor: Tensor) -> Any:
-            # Of gathers the first is the agreement.
+            # The first gather is the agreement.
             if next(issued) == 1:
                 end({"kind": f"killed {collective}"})
             return real(self, tensor)

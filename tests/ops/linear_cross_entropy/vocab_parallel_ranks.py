@@ -30,7 +30,8 @@ FEWEST, CLASSES = 13, 23
 N, D, V = FEWEST, 5, CLASSES
 REAL = (4096, 512, 39_987)  # N, D and V for the engine of a card, which auto chooses for them
 REAL_ROOM = (None, 1 << 26, 1 << 25)  # one chunk; several, with a packed sum; class by class
-ROOM_ON_CUDA = 65536 - 8192  # what a plan counts there beyond the CPU's, for how CUDA allocates
+# On CUDA a plan counts so much more than on the CPU, for the way in which CUDA allocates.
+ROOM_ON_CUDA = 65536 - 8192
 
 
 def room(workspace: int) -> int:
@@ -286,7 +287,7 @@ def cases(kind: str):
         return [each for each in every if is_real(*each[2:])]
     if how.isdigit():  # so many of them
         return Random(1).sample(every, int(how))
-    Random(0).shuffle(every)  # or the first value of each list would be in most
+    Random(0).shuffle(every)  # otherwise most cases would have the first value of each list
     chosen, covered = [], set()
     for each in every:
         case, _, layout, target, way, name = each

@@ -88,7 +88,7 @@ def test_dropout_mask_bytes_on_cuda(config):
     for p in (0.0, 0.1):
         path = config(TINY_GPT2, embd_pdrop=p, attn_pdrop=p, resid_pdrop=p)
         held.append(estimate(Setting(path, B, T), Loss.lowtide).held["activations"])
-    masks = 5  # of the embedding, and two in each of two layers; attention's kernel keeps a seed
+    masks = 5  # masks of the embedding, and two in each of two layers; attention's kernel keeps a seed
     assert held[1] - held[0] == masks * B * T * D
 
 

@@ -13,7 +13,8 @@ MIB = 2**20
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
 
-# What the viewer's own reader knows (unpickle in torch/utils/viz/MemoryViz.js), of protocols 2 to 4.
+# The opcodes of pickle protocols 2 to 4 that the viewer's reader knows (unpickle in
+# torch/utils/viz/MemoryViz.js).
 OPCODES = {
     *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
     *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE1"),
