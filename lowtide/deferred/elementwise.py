@@ -1,4 +1,4 @@
-"""Record operations that act on each number alone, and softmax over the classes."""
+"""Record elementwise operations, and softmax over the classes."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def apply(name: str, *operands: Any) -> Any:
         return NotImplemented
     autocast = expression.autocast_dtype(input.device)
     dtype = _dtype(name, operands, device="cpu" if autocast is None else None)
-    # Calling the function on meta tensors imports Dynamo (2 s). Its strides are the same.
+    # Do not call the function on meta tensors: that imports Dynamo (2 s). Strides stay the same.
     meta = input.meta if name == "detach" else torch.empty_like(input.meta, dtype=dtype)
     return input.like(expression.Apply(name, tuple(recorded), autocast, dtype), meta)
 
@@ -42,7 +42,7 @@ def _operand(operand: Any, input: DeferredLogits) -> Any:
     if not plain or operand.is_nested or not operand.is_floating_point():
         return None
     if operand.device != input.device and operand.dim() > 0:
-        return None  # torch has the error message.
+        return None  # torch then raises its own error.
     if operand.numel() == 1 and operand.dim() <= input.dim():
         shape = (1,) if operand.dim() else ()  # The number of dimensions decides the promotion.
         return operand.reshape(shape).to(input.device).clone()
@@ -53,9 +53,9 @@ def _operand(operand: Any, input: DeferredLogits) -> Any:
 
 
 def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
-    """Return the dtype of the result, which promotion and autocast decide.
+    """Return the dtype of the result, which depends on promotion and autocast.
 
-    It is that of one number, computed on `device`; None stands for the operands' own.
+    It is found by computing one number on `device`; None stands for the operands' device.
     """
 
     def one(each: Any) -> Any:
@@ -102,7 +102,7 @@ def cast_by_name(name: str, input: DeferredLogits) -> Any:
 @handles("to", "type_as", anywhere=True)
 def to(input: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a cast; another device materialises the logits."""
-    if not isinstance(input, DeferredLogits):  # It takes dtype and device from the logits.
+    if not isinstance(input, DeferredLogits):  # Here the logits only give their dtype and device.
         args, kwargs = replaced(
             (args, kwargs), DeferredLogits, lambda z: torch.empty(0, dtype=z.dtype, device=z.device)
         )
@@ -137,7 +137,7 @@ def cast(input: DeferredLogits, dtype: torch.dtype) -> Any:
 def softmax(
     name: str, input: DeferredLogits, dim: Any = None, *args: Any, dtype: Any = None, _stacklevel: int = 3
 ) -> Any:
-    """Record a softmax; that of torch.nn.functional has a stacklevel before dtype."""
+    """Record a softmax; torch.nn.functional's takes a stacklevel before dtype."""
     dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
     input = input if dtype is None else cast(input, dtype)
     if input is NotImplemented or not is_class_dim(input, dim) or len(args) > 2:

@@ -13,7 +13,7 @@ from tests.support.budgets import Inputs
 
 
 def sizes(draw: Draw, *, tiny: bool = False) -> tuple[int, int, int]:
-    """Of at most as many products and logits as take some milliseconds."""
+    """Draw sizes whose products and logits take at most some milliseconds."""
     products, most = (5e3, 40) if tiny else (1e6, 3000) if draw.device == "cpu" else (3e8, 9000)
     while True:
         N, D, V = draw.size(most), draw.size(700, 1), draw.size(5000, 1)
@@ -31,7 +31,7 @@ def make_inputs(
     ignore_index: int | None = -100,
     loss: bool = True,
 ) -> Inputs:
-    """Leaves in any layout, of which some require gradients; some logits are confident, some extreme."""
+    """Draw leaves in any layout, some with gradients; some logits are confident, and some extreme."""
     spread = draw.pick("spread", (2.0, 2.0, 0.0, 12.0, 1e4 if dtype != torch.float16 else 100.0))
     probabilities = loss and draw.chance(0.2)
     bias, learned_scale = draw.chance(0.4), draw.chance(0.2)

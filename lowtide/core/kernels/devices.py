@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def counted_as(device_type: str) -> str:
-    """Return "cuda" or "cpu", the device whose sizes divide a call."""
+    """Return "cuda" or "cpu": the device by whose sizes a call is divided."""
     return "cuda" if device_type == "cuda" else "cpu"
 
 

@@ -10,12 +10,12 @@ The folders and modules, in the order of imports (each imports only those above 
     triton_backend/  kernels for CUDA
     sdpa/            torch's own kernels as a backend
     operator/        the registered operators and their derivatives
-    delegate.py      the plain case, handed to torch's scaled_dot_product_attention
-    backend.py       which backend takes a call, and why not the others
-    remembered.py    calls like earlier ones, handed on to torch or to the Triton kernels by one check
-    dispatch.py      a call, sent to its backend
+    delegate.py      run the plain case by torch's scaled_dot_product_attention
+    backend.py       choose the backend of a call, and say why the others do not run it
+    remembered.py    pass a call like an earlier one on to torch or the Triton kernels after one check
+    dispatch.py      send a call to its backend
     api.py           the public functions; their docstrings are the contract
-    merge.py         attention to several sets of keys, merged into one
+    merge.py         merge attention to several sets of keys into one
 """
 
 from lowtide.ops.attention.api import (

@@ -1,8 +1,9 @@
 """Turn the arguments of a call whose classes are divided over ranks into this rank's tensors.
 
-Student and teacher are divided alike. linear_cross_entropy/sharding.py reads placements and groups,
-head by head. A student of `lowtide.shard_head`, whose ranks have tokens of their own, has a teacher
-of that kind too, or one that is whole on each rank, of which each takes its classes.
+Student and teacher are divided in the same way. linear_cross_entropy/sharding.py reads placements
+and groups, for one head at a time. With a student of `lowtide.shard_head`, ranks have tokens of their
+own. Its teacher is either of `lowtide.shard_head` too, or whole on each rank, which takes its own
+classes of it.
 """
 
 import contextlib
@@ -43,10 +44,10 @@ class Division(NamedTuple):
 def own_heads(
     heads: Heads, division: Division
 ) -> tuple[Heads, VocabShard | None, Callable[[Tensor, str], Tensor]]:
-    """Return this rank's heads, their place, and what makes the result of a reduction from a loss.
+    """Return this rank's heads, their place, and a function that makes a loss the caller's result.
 
-    That is of the kind of student_input, and of the mean over ranks with tokens of their own. The
-    place is None, and the heads are those passed, if no classes are divided.
+    The function returns a DTensor if student_input is one, and takes the mean over ranks that have
+    tokens of their own. If no classes are divided, the place is None and the heads are those passed.
     """
     data_sharded = is_data_sharded(heads.student_weight)
     if data_sharded:
@@ -82,7 +83,7 @@ def own_heads(
 
 
 def _of_data_sharded(heads: Heads, division: Division) -> tuple[Heads, Division]:
-    """Return this rank's classes of a student of lowtide.shard_head and its teacher, and their place."""
+    """Return this rank's classes of a `lowtide.shard_head` student and of its teacher, and their place."""
     (x, weight, bias), (teacher_input, teacher_weight, teacher_bias) = heads.student, heads.teacher
     names = ("student_input", "teacher_input", "teacher_weight")
     check_tensors({name: getattr(heads, name) for name in names})
@@ -101,7 +102,7 @@ def _of_data_sharded(heads: Heads, division: Division) -> tuple[Heads, Division]
 
 
 def _own_part_of_teacher(name: str, parameter: Any, student_weight: Any, teacher_input: Tensor) -> Any:
-    """Return the student's classes of a teacher's weight or bias, without a gradient."""
+    """Return the part of a teacher's weight or bias that has the student's classes, without a gradient."""
     if parameter is None:
         return None
     if is_data_sharded(parameter) and parameter.device_mesh == student_weight.device_mesh:
@@ -123,7 +124,7 @@ def _own_part_of_teacher(name: str, parameter: Any, student_weight: Any, teacher
 
 
 def _check_parameter(name: str, parameter: Any) -> None:
-    """Raise for a parameter that FSDP2 or lowtide.shard_head divides: its ranks have tokens of their own."""
+    """Raise for a parameter that FSDP2 or lowtide.shard_head divides, where ranks have their own tokens."""
     check_whole(name, parameter)
     refuse_unreduced(name, parameter)
     check_gathered(name, parameter)
@@ -132,7 +133,7 @@ def _check_parameter(name: str, parameter: Any) -> None:
 
 @contextlib.contextmanager
 def _named_after(side: str) -> Iterator[None]:
-    """Let an error name the arguments of distillation."""
+    """Let errors raised inside name the arguments of distillation."""
     names = {"input": f"{side}_input", "target": "ignored"}
     names |= {f"linear_{kind}": f"{side}_{kind}" for kind in ("weight", "bias")}
     try:

@@ -22,7 +22,7 @@ from lowtide.memory import Allocation, cpu_allocations
 from lowtide.tools import files
 
 MAX_EVENTS = 1_000_000
-PICKLE_PROTOCOL = 4  # The latest that the viewer reads.
+PICKLE_PROTOCOL = 4  # The latest protocol that the viewer reads.
 
 
 @dataclass
@@ -63,7 +63,7 @@ def _cpu(record: Record) -> Iterator[None]:
 def as_snapshot(allocations: Sequence[Allocation]) -> dict[str, Any]:
     """Return the allocations as a snapshot.
 
-    Earlier allocations are not in it: the profiler does not tell when they end.
+    Allocations before the recording are left out, since the profiler does not report when they end.
     """
     trace: list[dict[str, Any]] = []
     blocks: dict[int, dict[str, Any]] = {}  # Blocks by address; at the end, those that are still held.

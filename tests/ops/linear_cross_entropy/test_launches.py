@@ -1,7 +1,7 @@
-"""What a small call launches: each launch takes the host longer than the device takes for so few numbers.
+"""The number of launches of a small call. A launch takes the host longer than the device takes to run it.
 
-Counted under Triton's interpreter: kernels in Triton, and operations of torch other than views and
-allocations. On a card some of these launch two kernels.
+Launches are counted under Triton's interpreter: kernels in Triton, and operations of torch other than
+views and allocations. On a card some of these operations launch two kernels.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -32,11 +32,11 @@ LAUNCH_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "promote_
 
 @pytest.fixture(autouse=True)
 def _nothing_is_zero_by_luck():
-    """Nothing is written to new memory, which would count."""
+    """Leave new memory unwritten, since to fill it would count as a launch."""
 
 
 class Launches(TorchDispatchMode):
-    """Count launches by name, those within lowtide's operators too."""
+    """Count launches by name, including those inside lowtide's operators."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ def launches(monkeypatch):
             return launch(self, *arguments, **options)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_and_count)
-    # On the CPU alone the targets are looked at.
+    # Only on the CPU the values of targets are checked.
     monkeypatch.setattr(row_loss_triton, "check_classes", lambda *arguments: None)
     return counted
 

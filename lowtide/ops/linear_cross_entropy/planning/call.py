@@ -13,8 +13,8 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 # In this order: logits/engine.py with softmax_torch.py; the same with softmax_triton.py;
 # exponentials/engine.py; soft_targets/engine.py; cpu_exponentials/engine.py. Each saves row
 # statistics of its own: those of "exponentials" and "cpu_exponentials" exclude the target from a
-# row's sum. Append new ones: the shape of saved statistics tells the engine's place, and caches of
-# compiled graphs keep these shapes.
+# row's sum. Append new engines at the end: the shape of saved statistics tells an engine's place here,
+# and caches of compiled graphs keep these shapes.
 ENGINES = ("logits_torch", "logits_triton", "exponentials", "soft_targets", "cpu_exponentials")
 
 
@@ -57,15 +57,15 @@ class CallKind(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Hold what a plan depends on."""
+    """Hold the arguments that a plan depends on: head, options and kind of call."""
 
     head: Head
     options: Options
     call_kind: CallKind
     rank_tokens: int | None = None
-    """The tokens of a rank that sizes are chosen for, if ranks have tokens of their own.
+    """If ranks have tokens of their own, the number of tokens per rank for which sizes are chosen.
 
-    None for as many as this rank has.
+    None stands for the number of this rank's tokens.
     """
 
     @property
@@ -80,10 +80,11 @@ class Call(NamedTuple):
 
     @property
     def V(self) -> int:
-        """Return the classes that sizes are chosen for.
+        """Return the number of classes for which sizes are chosen.
 
-        For a sharded head these are no fewer than on the other ranks, if classes are divided
-        evenly. With segments they are all classes, so that chunks depend on no number of ranks.
+        For a sharded head it is no smaller than that of the other ranks, if classes are divided
+        evenly. With segments it is that of all classes, so that chunks do not depend on the number of
+        ranks.
         """
         options = self.options
         if not options.sharded:
@@ -99,7 +100,7 @@ class Call(NamedTuple):
 
     @property
     def device(self) -> str:
-        """Return "cuda" or "cpu", the device whose sizes divide the call."""
+        """Return "cuda" or "cpu": the device by whose sizes the call is divided."""
         return counted_as(self.head.device.type)
 
     @property

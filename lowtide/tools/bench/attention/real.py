@@ -1,20 +1,20 @@
 """List attention of public models as data: the shapes and options of one layer of each.
 
-Heads, features, windows, soft caps and biases are the model's; the number of batches is one that
-fills a card in training. `source` is the repository on Hugging Face or GitHub, or the paper, that
-has the numbers. `checked` names where they were read when this table was made:
+Heads, features, windows, soft caps and biases are those of the model. The number of batches is
+chosen to fill a card, as in training. `source` is the repository on Hugging Face or GitHub, or the
+paper, that has the numbers. `checked` names where they were read when this table was made:
 
 * transformers: the defaults of the config class in transformers 5.23, which are this model's;
 * code: the code or config of the repository that `source` names;
-* nothing: the numbers are as its authors describe the model, and were not read again.
+* nothing: the numbers follow the authors' description of the model, and were not checked.
 
-No implementation computes what models do around attention, so it is left out: SwinV2 takes a cosine
-and a scale before, in the query, and AlphaFold applies a gate after, to the result. T5 does not
-scale its scores; its first weights are small instead. A bias takes a gradient if the model learns
-it or computes it from its inputs; the slopes of ALiBi take none.
+Operations of a model before and after attention are left out, since no implementation of attention
+computes them. SwinV2 normalises queries and keys and scales the query before, and AlphaFold applies
+a gate to the result. T5 does not scale its scores; its initial weights are small instead. A bias has
+a gradient if the model learns it or computes it from its inputs. The slopes of ALiBi have none.
 
-Windows of an image that have masks of their own count as heads here, since the bias is the same for
-all images: H 128 is 16 windows of 8 heads.
+Windows of an image that have masks of their own count as heads here, since their bias is the same
+for all images: H 128 stands for 16 windows of 8 heads.
 """
 
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class RealCase(AttentionCase):
 
 
 def _packed(total: int, *parts: int) -> tuple[int, ...]:
-    """Return these lengths, again and again, until they fill the total."""
+    """Return these lengths, repeated until they fill the total."""
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
         lengths.append(min(left, parts[len(lengths) % len(parts)]))
@@ -158,7 +158,7 @@ REAL_CASES = (
     _decode("decode-gqa-8", 8, 64, 1, 128, G=8, N=32768, model=LLAMA_70B),
     _decode("decode-few", 32, 32, 8, 128, G=8, N=8192, causal=True, model=LLAMA_8B),
     _decode("prefill", 1, 32, 512, 128, G=8, N=16384, causal=True, model=LLAMA_8B),
-    # No public models: every option in a size for a CPU.
+    # These cases are of no public model: they have every option, in a size for a CPU.
     _smoke("smoke-bias", 6, 2, 17, 8, bias=BY_QUERY_AND_KEY),
     _smoke("smoke-bias-of-all", 2, 3, 17, 8, N=33, bias=ALL),
     _smoke("smoke-alibi", 2, 2, 24, 8, bias=BY_HEAD_AND_KEY, bias_gradient=False, causal=True),

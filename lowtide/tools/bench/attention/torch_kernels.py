@@ -19,17 +19,18 @@ from lowtide.tools.bench.providers import Unavailable
 
 
 def refuse(case: AttentionCase, **options: object) -> None:
-    """Raise Unavailable if the case has one of these options, which are named as users know them."""
+    """Raise Unavailable if the case has one of these options; keywords are the names shown to users."""
     taken = [name.replace("_", " ") for name, value in options.items() if value]
     if taken:
         raise Unavailable(f"not taken: {', '.join(taken)}")
 
 
 def sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
-    """Return torch's own attention, by this backend or by the one that it chooses.
+    """Return torch's own attention, run by this backend or, for None, by the one that torch chooses.
 
-    A mask that is not torch's own is a dense tensor, made once if no gradient needs it again. Shared
-    key heads are then repeated, as Transformers does: torch's kernels take only one of the two.
+    A mask that torch does not have is passed as a dense tensor, which is made once, unless a gradient
+    needs it in each call. Shared key heads are then repeated, as in Transformers, since torch's kernels
+    take either a dense mask or shared key heads.
     """
     refuse(case, a_soft_cap=case.softcap, sinks=case.sinks)
     dense = bool(case.lengths or case.window or case.padded or case.bias)
@@ -72,7 +73,7 @@ def sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
     def run_by_name(inputs: Inputs) -> Tensor:
         assert backend is not None
         try:
-            # torch warns of each backend that refuses; only the last line is in the error.
+            # torch warns of each backend that refuses; the error has only the last of these lines.
             with warnings.catch_warnings(), sdpa_kernel(backend):
                 warnings.simplefilter("ignore")
                 return run(inputs)
@@ -118,18 +119,15 @@ def varlen(case: AttentionCase) -> Attention:
 
 
 def flex(case: AttentionCase) -> Attention:
-    """Return FlexAttention, compiled.
-
-    Its score function reads the bias, which has a gradient there.
-    """
+    """Return compiled FlexAttention, whose score function reads the bias and gives it a gradient."""
     if case.device != "cuda":
         raise Unavailable("its backward needs CUDA")
     if case.dropout:
         raise Unavailable("it has no dropout")
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    # Code compiled for earlier cases counts towards the limit of recompilations unless it is reset.
+    # Reset, or the code compiled for earlier cases counts towards the limit of recompilations.
     torch.compiler.reset()
-    # Backward would otherwise write over what forward has saved.
+    # Otherwise backward would overwrite the tensors that forward has saved.
     torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
     full, keep, rule = case.bias, case.keep(), case.rule()
     block_mask = None
@@ -141,7 +139,7 @@ def flex(case: AttentionCase) -> Attention:
                 return rule(i, j)
             return keep[b, 0, 0, j] if rule is None else rule(i, j) & keep[b, 0, 0, j]
 
-        # Uncompiled, it would make the M x N mask.
+        # Without compilation it would make the M x N mask.
         make = torch.compile(module.create_block_mask)
         batches = None if keep is None else case.B
         block_mask = make(shown, batches, None, case.M, case.keys, device=case.device)
@@ -179,13 +177,13 @@ def flex(case: AttentionCase) -> Attention:
 
 
 def gated(out: Tensor, lse_BHM: Tensor, sink_H: Tensor) -> Tensor:
-    """Return the result with sinks [B, M, H, E], made of the result without them."""
+    """Return the result with sinks [B, M, H, E], computed from the result without sinks."""
     gate_BHM = torch.sigmoid(lse_BHM - sink_H[:, None])
     return out * gate_BHM.transpose(1, 2)[..., None].to(out.dtype)
 
 
 def eager(case: AttentionCase) -> Attention:
-    """Return the lines that everybody has written: all scores, in the dtype of the inputs."""
+    """Return the usual eager attention, with all scores in the dtype of the inputs."""
     seen = case.seen()
     hidden = None if seen is None else ~seen
 

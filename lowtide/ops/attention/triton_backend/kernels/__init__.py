@@ -6,11 +6,11 @@ The modules, in the order of imports (a module imports only those above it):
     dropout.py          dropout's keys in one launch
     tiles.py            what the kernels share: loads, products, scores, masks
     forward.py          the forward kernel
-    few_queries.py      forward kernels of a few queries of many keys
-    recompute.py        backward kernels that compute the scores again
+    few_queries.py      forward kernels for few queries with many keys
+    recompute.py        backward kernels that recompute the scores
     confident_rows.py   a row's delta from scores, in float32
     stored_scores.py    backward kernels that read stored gradients of scores
-    small_problems.py   kernels of many problems whose scores are one tile each
-    whole_problems.py   the backward kernel of many short problems, each in one program
-    short_bias.py       the gradient of a bias of short problems
+    small_problems.py   kernels for many problems whose scores are one tile each
+    whole_problems.py   the backward kernel for many short problems, each in one program
+    short_bias.py       the gradient of the bias of short problems
 """

@@ -37,7 +37,7 @@ def _load(
     operands, a_s, b_s, full, empty, counted, C, B, D,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands of all tiles: the producer warp."""
+    """Load the operands of all tiles, in the producer warp."""
     x_CD, weight_BD, x_CR, weight_BR = operands
     count_ptr, first_place = counted
     tiles_c, tiles_b = gl.cdiv(counted_rows(count_ptr, first_place, C), 2 * HALF), gl.cdiv(B, WIDTH)
@@ -56,7 +56,7 @@ def _multiply_and_store(
     WHICH: gl.constexpr, STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply all tiles and run their epilogues: one of the two consumer warpgroups."""
+    """Multiply all tiles and run their epilogues, in one of the two consumer warpgroups."""
     exp_CB, exp_s = out
     reference_C_ptr, target_C_ptr, softmax_coef_C_ptr, entropy_coef_C_ptr, factor_C_ptr = of_rows
     bias_B_ptr, scale_ptr = of_classes
@@ -137,7 +137,7 @@ def run(
     arguments: Sequence[Any],
     constants: dict[str, Any],
 ) -> None:
-    """Launch the kernel on one or two terms; arguments and constants are those of both languages."""
+    """Launch the kernel on one or two terms; the Triton kernel takes the same arguments and constants."""
     exponentials_kernel[(constants["PROGRAMS"],)](
         *(operand for term in terms for operand in pipeline.described(term)),
         None if exp_CB is None else pipeline.describe(exp_CB, pipeline.BLOCK_A // 2, pipeline.BLOCK_B // 2),
