@@ -22,15 +22,18 @@ from torch import Tensor
 
 from lowtide.core.matmul import Operand, product
 from lowtide.core.pending_gradient import PendingGradient, fp16_scale
+from lowtide.core.strides import copies_rows
 from lowtide.ops.distillation.heads import Heads
 from lowtide.ops.distillation.part_stats import merge_sums
 from lowtide.ops.distillation.planner import ALIGNMENT, DistillationPlan, operand_dtype
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines import sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one, as_sums
 from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
 from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import SingleProduct
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
 # Room for a reverse KL's p (s - t - L), which may exceed 1, in a float16 gradient.
@@ -97,6 +100,8 @@ class DistillationEngine(Engine):
             self.coef_N = order.gather(self.coef_N, 0)
             self.denominator = self.buffer().fill_(order.N).sub_(self.ignored_N.sum())
         self.factor = self.buffer().fill_(1).div_(options.temperature)
+        # What the host knows of the factor's inverse; all of it if no row is ignored.
+        self.share = options.temperature * (self.M if options.reduction == "mean" else 1)
         if options.reduction == "mean":
             self.factor.div_(self.denominator.clamp(min=1))
 
@@ -173,8 +178,19 @@ class DistillationEngine(Engine):
 
         return merge
 
+    def accumulator(self, place: int, dw: PendingGradient | None) -> WeightAccumulator | None:
+        if dw is None or self.plan.weight_gradient != "single_product":
+            return super().accumulator(place, dw)
+        assert dw.applied is not None
+        self.memory = as_sums(dw.tensor, self.plan.sum_dtype).view(-1)
+        width = padded(self.V, ALIGNMENT)
+        return SingleProduct(dw.tensor, dw.applied, tokens=self.M, share=self.share, width=width)
+
     def chunk_buffer(self, gradient: bool) -> BothLogits:
-        return self._logits(self.plan.rows, self.V)
+        if not gradient or self.plan.weight_gradient != "single_product":
+            return self._logits(self.plan.rows, self.V)
+        C, width = self.plan.rows, padded(self.V, ALIGNMENT)
+        return BothLogits(*self.memory[: 2 * C * width].view(2, C, width)[..., : self.V])
 
     def block_buffer(self) -> BothLogits:
         return self._logits(self.plan.block_rows, self.plan.block_classes)
@@ -255,7 +271,7 @@ class _MaskedOperand(Operand):
     def __init__(
         self, input: Tensor, weight_VD: Tensor, dtype: torch.dtype, ignored_N1: Tensor | None
     ) -> None:
-        super().__init__(input, weight_VD, dtype, True, None)
+        super().__init__(input, weight_VD, dtype, copies_rows(input, dtype), None)
         self.ignored_N1 = ignored_N1
 
     def rows(self, rows: slice) -> Tensor:

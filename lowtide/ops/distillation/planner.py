@@ -4,9 +4,11 @@
     per row     the logits of both heads, copies of their features, and the gradient of the
                 student's features
 
-The rest is as in linear_cross_entropy/planning/byte_counts.py. Where the float32 sum of a
-half-precision weight's gradient leaves too few rows, that gradient is formed class block by class
-block, for two more products.
+The rest is as in linear_cross_entropy/planning/byte_counts.py. There are two ways without the
+float32 sum of a half-precision weight's gradient. Few tokens have a single product: their logits
+lie in the gradient's memory until it is written, and the gradient of the student's logits is kept
+in half precision. Where neither fits, the gradient is formed class block by class block, for two
+more products.
 
 Shapes: N rows, D features, V classes.
 """
@@ -19,11 +21,13 @@ from torch import Tensor
 
 from lowtide.core.kernels.backend import PRODUCT_ROWS
 from lowtide.core.kernels.devices import counted_as
-from lowtide.core.strides import multiplies
+from lowtide.core.matmul import copied_bytes
+from lowtide.core.strides import copies_rows, multiplies
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, padded
-from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts, padded
+from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_tokens
+from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes, even_rows
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes
 from lowtide.ops.linear_cross_entropy.planning.memory_model import STATISTICS_OF_PART
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
@@ -34,6 +38,10 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_wei
 # GPU. The pass holds TEMPORARIES tensors of that size at once.
 TILE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 TEMPORARIES = 8
+
+# Fewest rows of both heads' logits that the weight gradient's memory has to hold, or all tokens. A
+# product of fewer reads the weights for less than a tile of tensor cores.
+FEWEST_ROWS = 128
 
 # Rows of logits begin at multiples of this many numbers, since unaligned products are slow.
 ALIGNMENT = 16  # decision 0034
@@ -64,9 +72,12 @@ class DistillationPlan(Tiling):
 
 def make_plan(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool]) -> DistillationPlan:
     workspace, counts, backend, pass_logits = _memory(heads, options, needs_grad)
-    sizes = vars(choose_sizes(workspace, counts))
+    tiling = choose_sizes(workspace, counts)
+    if tiling.weight_gradient == "single_product":
+        rows = even_rows(_rows_in_gradient(heads), heads.rows, ROW_TILE[counts.device])
+        tiling = replace(tiling, rows=rows)
     return DistillationPlan(
-        options=options, needs_grad=needs_grad, backend=backend, pass_logits=pass_logits, **sizes
+        options=options, needs_grad=needs_grad, backend=backend, pass_logits=pass_logits, **vars(tiling)
     )
 
 
@@ -95,9 +106,11 @@ def _memory(
     backend = choose_backend("auto", heads.device, sum_dtype)
     student_dtype = operand_dtype(options.student_dtype, device)
     teacher_dtype = operand_dtype(options.teacher_dtype, device)
-    teacher_features = heads.teacher_input.shape[-1] * teacher_dtype.itemsize
-    # Rows of both, cut out and masked.
-    features = 4 * (D * student_dtype.itemsize + teacher_features)
+    features, gathered = 0, 0
+    for input, dtype in ((heads.student_input, student_dtype), (heads.teacher_input, teacher_dtype)):
+        of_row, of_part = copied_bytes(input, dtype) if copies_rows(input, dtype) else (0, 0)
+        of_masked = input.shape[-1] * dtype.itemsize if heads.ignored is not None else 0
+        features, gathered = features + of_row + of_masked, max(gathered, of_part)
     biases = sum(each is not None for each in (heads.student_bias, heads.teacher_bias))
     temporaries = TEMPORARIES + 2 * bool(options.group)  # the logits stay as statistics are taken
     tile_row = temporaries * V * number if backend == "torch" else 0
@@ -105,7 +118,8 @@ def _memory(
     # A block's logits must fit into half of what its sum leaves.
     class_sum = max(D, 4) * number
     # A CUDA allocation is a multiple of 512 bytes, and some forty vectors and numbers are small.
-    fixed = 12 * N * number + 3 * biases * V * number + tile_row + (32768 if device == "cuda" else 8192)
+    small = 32768 if device == "cuda" else 8192
+    fixed = 12 * N * number + 3 * biases * V * number + tile_row + gathered + small
     counts = ByteCounts(
         N=N,
         D=D,
@@ -125,6 +139,10 @@ def _memory(
     )
     if options.group:
         counts = _with_shard(counts, options, D + heads.teacher_input.shape[-1])
+    elif _has_one_product(heads, student_dtype, counts):
+        of_gradient = padded(V, ALIGNMENT) * student_dtype.itemsize
+        of_inputs = features + D * (number + student_dtype.itemsize)
+        counts = replace(counts, one_product_row=of_gradient + of_inputs)
     workspace, pass_logits = granted_bytes(options.workspace, options.dense, counts), V
     if tile_row and (spare := workspace - counts.smallest_workspace) > 0:
         # A quarter of the spare workspace goes to a larger tile, the rest to rows.
@@ -134,6 +152,25 @@ def _memory(
             counts = replace(counts, fixed=counts.fixed + (tile_rows - 1) * tile_row)
             pass_logits = tile_rows * V
     return workspace, counts, backend, pass_logits
+
+
+def _rows_in_gradient(heads: Heads) -> int:
+    """Return the rows of both heads' float32 logits that fit in a half-precision gradient [V, D]."""
+    V, D = heads.student_weight.shape
+    return V * D // 2 // (2 * padded(V, ALIGNMENT)) if V else 0
+
+
+def _has_one_product(heads: Heads, dtype: torch.dtype, counts: ByteCounts) -> bool:
+    """Return True if a single GEMM over all tokens may form the weight gradient."""
+    N, V = heads.rows, heads.classes
+    return (
+        counts.weight_sum > 0
+        and dtype == heads.student_weight.dtype == torch.bfloat16
+        and not counts.weight_copy
+        and may_depend_on_tokens(N)
+        and 0 < 2 * N <= V
+        and _rows_in_gradient(heads) >= min(N, FEWEST_ROWS)
+    )
 
 
 def _with_shard(counts: ByteCounts, options: DistillationOptions, features: int) -> ByteCounts:

@@ -31,7 +31,10 @@ from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, InputRows
 from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import (
+    WeightAccumulator,
+    choose_accumulator,
+)
 
 
 class Engine:
@@ -69,7 +72,7 @@ class Engine:
         """
         plan = self.plan
         inputs = [self.input_rows(dx) for dx in gradients.inputs]
-        sums = [choose_accumulator(plan, k, dw) for k, dw in enumerate(gradients.weights)]
+        sums = [self.accumulator(k, dw) for k, dw in enumerate(gradients.weights)]
         gradient = any(each is not None for each in (*inputs, *sums, gradients.bias, gradients.scale))
         if not gradient and not take_stats:
             return None
@@ -151,6 +154,12 @@ class Engine:
         raise NotImplementedError
 
     # An engine may override these.
+
+    def accumulator(
+        self, place: int, dw: pending_gradient.PendingGradient | None
+    ) -> WeightAccumulator | None:
+        """Return the accumulator of the term at that place in the head; None if there is none."""
+        return choose_accumulator(self.plan, place, dw)
 
     def chunk_gradient_(
         self,

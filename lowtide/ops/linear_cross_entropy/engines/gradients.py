@@ -150,6 +150,13 @@ def keeps_input_sum(input: Tensor, options: Options) -> bool:
     return options.sharded and input.dtype == torch.float16
 
 
+def as_sums(gradient_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the memory of a half-precision gradient as numbers of the sums' dtype."""
+    if gradient_VD.shape[1] % 2 == 0:
+        return gradient_VD.view(dtype)
+    return gradient_VD.view(-1)[: gradient_VD.numel() // 2 * 2].view(dtype)
+
+
 class InputRows:
     """Take the rows of an input gradient, a chunk at a time.
 

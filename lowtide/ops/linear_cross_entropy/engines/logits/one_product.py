@@ -24,7 +24,7 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows, rows_of
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, as_sums
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
 from lowtide.ops.linear_cross_entropy.engines.logits.spec import rows_in_gradient
 from lowtide.ops.linear_cross_entropy.engines.row_loss import as_vector
@@ -84,7 +84,7 @@ def loss_and_gradients(
     bias_V, scale = as_vector(head.bias, plan.sum_dtype), as_vector(head.scale, plan.sum_dtype)
     columns = TileColumns(0, LogitTransform(bias_V, scale, plan.options.softcap), rows.class_weight_V)
     dw_VD = torch.empty((V, D), dtype=dtype, device=device)
-    memory, width = _as_sums(dw_VD, plan.sum_dtype), padded_classes(V, kind)
+    memory, width = as_sums(dw_VD, plan.sum_dtype), padded_classes(V, kind)
     g_NV = torch.empty((N, width), dtype=dtype, device=device)
     g_NV = g_NV if width == V else g_NV[:, :V]
     for chunk in blocks(N, even_rows(rows_in_gradient(V, D, kind), N, ROW_TILE[kind])):
@@ -108,10 +108,3 @@ def loss_and_gradients(
     product(dw_VD, g_NV.t(), scaled_ND, scale=1 / share)
     dx = None if dx_ND is None else PendingGradient(dx_ND, scaled)
     return rows.total_loss(stats, denominator), Gradients((dx,), (PendingGradient(dw_VD, scaled),))
-
-
-def _as_sums(gradient_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the memory of a half-precision gradient as numbers of the sums' dtype."""
-    if gradient_VD.shape[1] % 2 == 0:
-        return gradient_VD.view(dtype)
-    return gradient_VD.view(-1)[: gradient_VD.numel() // 2 * 2].view(dtype)

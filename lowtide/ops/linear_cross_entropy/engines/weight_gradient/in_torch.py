@@ -1,6 +1,7 @@
 """Accumulate a weight gradient over chunks by torch's operations, on any device.
 
-Shapes: D features, V classes, H in the first half and B in a block of them; C tokens of a chunk.
+Shapes: N tokens, D features, V classes, H in the first half and B in a block of them; C tokens of a
+chunk.
 """
 
 from collections.abc import Callable
@@ -100,3 +101,45 @@ class InPlaceSum(FloatSum):
             self.gradient_VD[rows] = sum_HD[rows]
             first = rows.stop
         self.gradient_VD[H:] = self.beside_BD.mul_(self.applied)
+
+
+class SingleProduct:
+    """Form a half-precision gradient by a single GEMM over all tokens, which rounds as it writes.
+
+    Until `finish` nothing is written to the gradient, so its memory may hold logits. The operands of
+    all tokens are kept until then.
+
+    The factor `applied` is a tensor; `share` is what the host knows of its inverse. The rows of x
+    are multiplied by both, which is 1 in most calls and rounds nothing, and the GEMM by 1 / share.
+    """
+
+    factor, ends_early = None, False
+
+    def __init__(
+        self, gradient_VD: Tensor, applied: Tensor, *, tokens: int, share: float, width: int
+    ) -> None:
+        """Allocate room for the operands; rows of g begin `width` numbers apart."""
+        (V, D), dtype, device = gradient_VD.shape, gradient_VD.dtype, gradient_VD.device
+        self.gradient_VD, self.share = gradient_VD, share
+        self.of_x = (applied * share).view(1)
+        self.g_NV = torch.empty(tokens, width, dtype=dtype, device=device)[:, :V]
+        self.x_ND = torch.empty(tokens, D, dtype=dtype, device=device)
+        self.kept = 0
+
+    def add_product(
+        self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
+    ) -> None:
+        rows = slice(self.kept, self.kept + g_CV.shape[0])
+        self.g_NV[rows] = g_CV
+        torch.mul(x_CD, self.of_x, out=self.x_ND[rows])
+        self.kept = rows.stop
+
+    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: RowNumbers) -> None:
+        raise AssertionError("where targets are apart, RoundedProduct forms the gradient")
+
+    def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
+        raise AssertionError("with label smoothing there is a sum")
+
+    def finish(self) -> None:
+        """Multiply the operands into the gradient's memory."""
+        product(self.gradient_VD, self.g_NV.t(), self.x_ND, scale=1 / self.share)

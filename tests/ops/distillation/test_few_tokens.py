@@ -1,0 +1,182 @@
+"""Few tokens of half-precision heads: the weight's gradient is a single product, rounded as it is written.
+
+On the CPU these run under Triton's interpreter, with products of bfloat16 as on a card: float32 sums.
+
+Shapes: N rows, D features, V classes.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowtide.core import matmul
+from lowtide.memory import peak_memory
+from lowtide.ops.distillation import engine, planner
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
+from tests.ops.distillation import DIVERGENCES, REDUCTIONS, dense, fused, make_inputs
+from tests.support.loss import interpreted
+
+BF16 = torch.bfloat16
+ROOM = 1 << 24  # for a single product; by default so small a call has no more than the dense one holds
+# G, dW, and X where rows are ignored are rounded to bfloat16, each by 2^-9 at most. The interpreter cuts a
+# float32 off where a card rounds.
+MOST_ERROR = {"cuda": 3 * 2**-9, "cpu": 9e-3}
+
+
+@pytest.fixture
+def as_on_a_card(device, monkeypatch):
+    """Let the CPU multiply bfloat16 operands into float32 sums, and run the Triton pass."""
+    monkeypatch.setattr(planner, "FEWEST_ROWS", 4)
+    if device == "cuda":
+        return
+    pytest.importorskip("triton")
+    if not interpreted():
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(planner, "choose_backend", lambda *_: "triton")
+    for module in (planner, engine):
+        monkeypatch.setattr(module, "operand_dtype", lambda dtype, device: dtype)
+
+    def product(out, a, b, *, add=False, scale=1.0):
+        found = scale * (a.float() @ b.float())
+        out.copy_(out + found if add else found)
+
+    for module in (matmul, engine, in_torch):
+        monkeypatch.setattr(module, "product", product)
+
+
+def plan_of(N, D, V, *, dtype=BF16, workspace=None, device="cuda", ignored=False):
+    """The plan of a forward call, and its bytes; on tensors without data."""
+    with FakeTensorMode():
+        student, teacher = (
+            (*(torch.empty(rows, D, dtype=dtype, device=device) for rows in (N, V)), None) for _ in range(2)
+        )
+        mask = torch.empty(N, dtype=torch.bool, device=device) if ignored else None
+        heads, wanted = Heads.of(student, teacher, mask), [True, True, False]
+        student[0].requires_grad_(), student[1].requires_grad_()
+        options = DistillationOptions(0.0, workspace=workspace).of(heads, None)
+        options = options.with_graph_facts(heads, wanted)
+        granted, counts, *_ = planner._memory(heads, options, wanted)
+        return planner.make_plan(heads, options, wanted), granted, counts
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize(
+    ("N", "D", "V"),
+    [(16, 4096, 128256), (256, 1024, 32000), (256, 4096, 128256), (256, 896, 151936), (100, 5376, 262144)],
+)
+def test_few_tokens_need_no_blocks_of_classes(N, D, V, ignored):
+    """The call holds G of the student, and what it may hold is about what the dense computation does."""
+    plan, granted, counts = plan_of(N, D, V, ignored=ignored)
+    assert (plan.weight_gradient, plan.rows) == ("single_product", min(N, 128 if D < 1024 else N))
+    assert counts.fixed + counts.single_product() <= granted
+    assert granted <= 2 * N * V + 256 * (N + D + V) + (16 << 20) + (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "V", "way"),
+    [
+        (1024, 4096, 128256, "single_product"),
+        (4096, 4096, 128256, "single_product"),
+        (16384, 4096, 128256, "accumulate"),  # G of all tokens is larger than the workspace
+        (4096, 1024, 4096, "accumulate"),  # dX's sums and G are as large as the sum of dW
+        (512, 256, 32000, "accumulate"),  # dW's memory holds 64 rows of both logits
+    ],
+)
+def test_choice_by_sizes(N, D, V, way):
+    assert plan_of(N, D, V)[0].weight_gradient == way
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_have_none(dtype):
+    """A float32 gradient is its own sum; of a float16 one, the factor of backward is not known yet."""
+    assert plan_of(64, 1024, 32000, dtype=dtype)[0].weight_gradient != "single_product"
+
+
+def test_small_workspace_has_none():
+    assert plan_of(64, 1024, 32000, workspace=2 << 20)[0].weight_gradient == "class_blocks"
+
+
+def relative(actual, exact):
+    return float((actual.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("N", "D", "V", "chunks"), [(1, 32, 40, 1), (24, 32, 144, 3), (20, 33, 203, 3)])
+@pytest.mark.parametrize("ignored", [0, 0.25])
+def test_gradients(device, as_on_a_card, divergence, reduction, N, D, V, chunks, ignored):
+    """Of one chunk of logits, and of several; ignored rows may be NaN."""
+    torch.manual_seed(N + V)
+    inputs = make_inputs(N, D, V, 16, device=device, dtype=BF16, bias=V > 200, ignored=ignored)
+    if ignored:
+        assert inputs.ignored is not None
+        inputs.ignored[0] = N > 1
+        with torch.no_grad():
+            inputs.student_input[inputs.ignored] = torch.nan
+    seen = []
+    own = planner.make_plan
+    options = {"temperature": 1.3, "student_softcap": 9.0, "workspace": ROOM, "reduction": reduction}
+
+    def remembered(*arguments):
+        seen.append(own(*arguments))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowtide.ops.distillation.ops.make_plan", remembered)
+        loss = fused(inputs, divergence, **options)
+        upstream = torch.linspace(0.5, 1.5, max(1, loss.numel()), device=device).view(loss.shape)
+        leaves = inputs.leaves()
+        found = torch.autograd.grad(loss, tuple(leaves.values()), upstream)
+    assert seen[-1].weight_gradient == "single_product"
+    if device == "cpu":
+        assert -(-N // seen[-1].rows) == chunks
+
+    wide = inputs.to(torch.float64)
+    if ignored:
+        with torch.no_grad():
+            wide.student_input[wide.ignored] = 0
+    true = dense(wide, divergence, **options)
+    exact = torch.autograd.grad(true, tuple(wide.leaves().values()), upstream.double())
+    assert relative(loss.detach(), true.detach()) < 2e-6
+    for name, got, wanted in zip(leaves, found, exact):
+        if wanted.norm() == 0:
+            assert not got.any(), name
+        else:
+            assert relative(got, wanted) < MOST_ERROR[device], name
+    if ignored:
+        assert not found[0][inputs.ignored].any()
+
+
+def test_factor_of_a_mean_rounds_nothing(device, as_on_a_card):
+    """X is multiplied by what the host does not know of the factor: here by 1, so dW errs by G and itself."""
+    torch.manual_seed(3)
+    inputs = make_inputs(21, 32, 144, 16, device=device, dtype=BF16, ignored=0)
+    kept = []
+    add = in_torch.SingleProduct.add_product
+
+    def remembered(self, g_CV, x_CD, **options):
+        add(self, g_CV, x_CD, **options)
+        kept.append((self.x_ND[self.kept - x_CD.shape[0] : self.kept], x_CD))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_torch.SingleProduct, "add_product", remembered)
+        fused(inputs, "forward", temperature=1.7, workspace=ROOM).backward()
+    assert kept
+    assert all(torch.equal(*pair) for pair in kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("N", "D", "V"), [(16, 1024, 32000), (256, 1024, 32000), (300, 384, 50257)])
+def test_memory_kept(N, D, V, reduction):
+    inputs = make_inputs(N, D, V, D, device="cuda", dtype=BF16, ignored=0)
+    _, granted, _ = plan_of(N, D, V)
+    fused(inputs, "forward", reduction=reduction).sum().backward()  # libraries are loaded
+    for leaf in inputs.leaves().values():
+        leaf.grad = None
+    gradients = sum(leaf.nbytes for leaf in inputs.leaves().values())
+    with peak_memory("cuda") as peak:
+        fused(inputs, "forward", reduction=reduction).sum().backward()
+    assert peak.bytes <= granted + gradients + 4 * N
