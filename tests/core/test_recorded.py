@@ -12,6 +12,13 @@ from lowtide.core.recording import recorded
 from lowtide.core.recording.recorded import Recorded, record
 from lowtide.core.recording.steps import Allocation, Question
 
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Record the first call of each likeness."""
+    monkeypatch.setattr(recorded, "RECORDED_CALL", 1)
+
+
 X, Y = torch.rand(4, 6), torch.rand(6, 4).t()
 
 
@@ -90,6 +97,7 @@ def test_memory_is_freed_after_its_last_read():
     assert torch.equal(recording.run((X,))[0], 2 * X.sum().expand(4, 6))
 
 
+@pytest.mark.usefixtures("at_once")
 def test_numbers_that_are_read_are_not_recorded():
     function = Recorded(lambda x: [x * 2 if x.sum() > 0 else x])
     for given, expected in ((X, X * 2), (-X, -X)):
@@ -97,6 +105,7 @@ def test_numbers_that_are_read_are_not_recorded():
     assert function.known == {None: None}
 
 
+@pytest.mark.usefixtures("at_once")
 def test_each_likeness_has_a_recording(monkeypatch):
     monkeypatch.setattr(recorded, "MOST", 2)
     function = Recorded(lambda x: [x.new_ones(x.shape) + x])
@@ -105,6 +114,31 @@ def test_each_likeness_has_a_recording(monkeypatch):
     assert list(function.known) == [3]
 
 
+def test_what_comes_often_is_recorded(monkeypatch):
+    """Each likeness is counted by itself, and of many likenesses no count is kept."""
+    monkeypatch.setattr(recorded, "MOST", 3)
+    made, record = [], recorded.record
+
+    def counted(function, tensors):
+        made.append(tensors[0].shape[0])
+        return record(function, tensors)
+
+    monkeypatch.setattr(recorded, "record", counted)
+    function = Recorded(lambda x: [x + 1])
+    last = recorded.RECORDED_CALL - 1
+    for rows in [1] * last + [2] * last:
+        assert torch.equal(function(rows, X[:rows])[0], X[:rows] + 1)
+    assert made == []
+    for rows in (1, 1, 2):
+        assert torch.equal(function(rows, X[:rows])[0], X[:rows] + 1)
+    assert made == [1, 2]
+    for likeness in range(10, 20):
+        function(likeness, X)
+    assert len(function.calls) <= 3
+    assert made == [1, 2]
+
+
+@pytest.mark.usefixtures("at_once")
 def test_another_layout_than_rehearsed_is_computed_anew():
     function = Recorded(lambda x: [(x + 1).sum(0)])
     expected = function(None, X)[0]

@@ -41,6 +41,9 @@ from lowtide.core.recording.steps import (
 ALIGNED = 32
 # Recordings of a function. With more it begins again.
 MOST = 64
+# The call of its kind that is recorded. A recording takes the host as long as 40 to 70 calls save, so
+# sizes that come a few times, as of sequences of any length, would never pay for theirs.
+RECORDED_CALL = 8
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -60,6 +63,8 @@ class Recorded:
     def __init__(self, function: Callable[..., Results]) -> None:
         self.function = function
         self.known: dict[Hashable, Recording | None] = {}
+        self.calls: dict[Hashable, int] = {}
+        """How often each likeness came before it was recorded."""
 
     def __call__(self, likeness: Hashable, *tensors: Tensor | None) -> Results:
         """Return function(*tensors), computed on the current device, which has the tensors.
@@ -67,7 +72,7 @@ class Recorded:
         `likeness` tells calls apart that differ in what the function depends on. The tensors begin
         where `is_aligned` asks for. torch has `torch_private.below_autograd`.
         """
-        if likeness not in self.known:
+        if likeness not in self.known and self._comes_often(likeness):
             if len(self.known) >= MOST:
                 self.known.clear()
             self.known[likeness] = record(self.function, tensors)
@@ -79,6 +84,16 @@ class Recorded:
                 self.known[likeness] = None
         with torch_private.below_autograd():
             return self.function(*tensors)
+
+    def _comes_often(self, likeness: Hashable) -> bool:
+        """Count a call, and return True if it is the one to be recorded."""
+        if len(self.calls) >= MOST and likeness not in self.calls:
+            self.calls.clear()
+        self.calls[likeness] = self.calls.get(likeness, 0) + 1
+        if self.calls[likeness] < RECORDED_CALL:
+            return False
+        del self.calls[likeness]
+        return True
 
 
 def is_aligned(tensors: Sequence[Tensor | None]) -> bool:

@@ -32,6 +32,7 @@ CASES = {
 def test_same_bits(device, monkeypatch, name):
     if device == "cpu" and not interpreted():
         pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(recorded, "RECORDED_CALL", 1)
     # It reads a target on the CPU, which a rehearsal cannot.
     monkeypatch.setattr(row_loss_triton, "check_classes", lambda *_: None)
     (N, D, V), options, given = CASES[name]
