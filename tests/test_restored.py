@@ -15,6 +15,7 @@ from lowtide.core.cpu_gemm import gemm
 from lowtide.ops.attention import dispatch as attention_dispatch
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
 from lowtide.ops.linear_cross_entropy.operator import planner
+from lowtide.ops.linear_cross_entropy.planning.remembered import forget
 from tests.ops import distillation as distilled
 from tests.ops.attention import helpers as attended
 from tests.ops.chunked_loss import helpers as chunked
@@ -188,7 +189,8 @@ def test_chunked_loss(device, mode, dtype, layout):
 
 @pytest.fixture
 def decisions(monkeypatch):
-    """The engines that were chosen."""
+    """What was decided, not counting what is remembered of it: the loss asks for the backend first."""
+    forget()
     found = []
 
     def count(module, name):
@@ -200,14 +202,16 @@ def decisions(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
 
-    count(planner, "choose_engine")
+    count(planner, "choose_backend")
     count(attention_dispatch, "choose_backend")
     return found
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_decides_once(device, decisions, kind):
-    inputs = make_inputs(device=device, bias=True)
+def test_loss_decides_once(device, decisions, kind, bias):
+    """One without a bias is remembered as a whole as well."""
+    inputs = make_inputs(device=device, bias=bias)
     loss = fused_log_probs(inputs).entropy if kind == "log_probs" else fused(inputs, reduction=kind)
     assert len(decisions) == 1
     loss.sum().backward()

@@ -1,4 +1,6 @@
-"""Match an expression with the head that the fused operators support:
+"""Match an expression with the head that the fused operators support.
+
+That head computes
 
     logits = softcap tanh(scale (sum_k x_k W_k^T + b) / softcap)
 

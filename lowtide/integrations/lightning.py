@@ -1,4 +1,6 @@
-"""Define a callback for Lightning:
+"""Define a callback for Lightning.
+
+Use it as
 
     lightning.Trainer(..., callbacks=[LightningDeferralCallback()])
 

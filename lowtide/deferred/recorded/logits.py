@@ -256,8 +256,9 @@ class DeferredLogits(Proxy):
         return self.real("materialize")
 
     def about_to_change(self, operation: str) -> None:
-        """Record an in-place change, after which other logits of this call must not be
-        materialised.
+        """Record an in-place change.
+
+        After it, other logits of this call must not be materialised.
 
         Raises:
             RuntimeError: torch refuses the change, or other logits that should change with these

@@ -1,4 +1,6 @@
-"""Define a callback for `transformers.Trainer`:
+"""Define a callback for `transformers.Trainer`.
+
+Use it as
 
     Trainer(..., callbacks=[TransformersDeferralCallback()])
 

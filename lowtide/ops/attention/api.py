@@ -217,8 +217,9 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    r"""Compute :func:`torch.nn.functional.scaled_dot_product_attention` in O(M) memory for every
-    call.
+    r"""Compute torch's attention function in O(M) memory for every call.
+
+    That is :func:`torch.nn.functional.scaled_dot_product_attention`.
 
     Example::
 

@@ -1,4 +1,6 @@
-"""Register the derivatives of the operators. What backward needs depends on the reduction:
+"""Register the derivatives of the operators.
+
+What backward needs depends on the reduction:
 
 mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it
             holds each chunk of logits (three products in all). Backward multiplies them by the
