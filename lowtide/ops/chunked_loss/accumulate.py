@@ -1,9 +1,14 @@
 """Add up terms over chunks, and keep float16 gradients in their range.
 
-Sums are float32 where the terms are half precision. A float16 gradient that is formed before the
-loss is scaled loses what is below 6e-8. So a chunk's backward starts not from 1 but from a power of
-two, `backward_scale`. It brings the largest gradient of the head's output near 2^3, as a loss scale
-does for a mean. Gradients are divided by it when the upstream gradient is known.
+Sums are float32 where the terms are half precision.
+
+A float16 gradient that is formed before the loss is scaled loses what is below 6e-8, and what is
+above 65504 is infinite. So a chunk's backward starts from a power of two, `backward_scale`. It
+brings the largest gradient of the head's output near 2^3, as a loss scale does for a mean; lower if
+any other float16 gradient would go beyond 2^14. Such are gradients within the loss (behind a small
+factor on the logits they are far larger than the output's), those of its arguments, and those of
+learned tensors, which are sums over the chunk's rows. One backward pass from 1 measures them all.
+Gradients are divided by the power when the upstream gradient is known.
 """
 
 from collections.abc import Sequence
@@ -15,8 +20,10 @@ from torch import Tensor
 from lowtide.core.checks import HALVES
 from lowtide.core.kernels.devices import frexp
 from lowtide.core.pending_gradient import PendingGradient
+from lowtide.ops.chunked_loss.functional.graph import is_leaf, nodes
 
-EXPONENT = 3
+EXPONENT = 3  # of the largest gradient of the head's output
+HIGHEST = 14  # of any float16 gradient: what is measured has roundings of its own
 BEYOND = 2.0**20  # stands for infinity: the largest of a gradient that float16 cannot hold
 
 
@@ -66,31 +73,58 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
-def backward_scale(gradients: Sequence[Tensor], previous: Tensor, limit: int) -> Tensor:
-    """Return the power of two that a chunk's backward starts from, at most 2^limit.
+def backward_scale(
+    value: Tensor, outputs: Sequence[Tensor], rest: Sequence[Tensor], previous: Tensor, *, retain_graph: bool
+) -> Tensor:
+    """Return the power of two for the chunk whose loss is `value`.
 
-    It follows from the gradients of the head's output. Where they are all zero, or too small to be
-    told from zero, it is the previous chunk's.
+    `outputs` are those of the head, `rest` other tensors whose gradients must be in range.
+    Where the gradients of the outputs are all zero, or too small to be told from zero, the power is
+    the previous chunk's.
     """
-    sizes = [each.detach().abs().amax().float() for each in gradients if each.numel()]
-    if not sizes:
-        return previous
-    largest = torch.stack(sizes).amax()
-    _, exponent = frexp(largest.clamp(max=BEYOND))
-    measured = torch.ldexp(torch.ones_like(largest), (EXPONENT - exponent).clamp(-limit, limit))
-    return torch.where(largest > 0, measured, previous)
+    sizes: list[Tensor] = []
+
+    def note(gradients: Sequence[Tensor | None]) -> None:
+        narrow = [each for each in gradients if each is not None and each.dtype == torch.float16]
+        sizes.extend(_largest(each).to(value.device) for each in narrow)  # of a number perhaps the CPU
+
+    hooks = [node.register_prehook(note) for node in nodes(value) if not is_leaf(node)]
+    try:
+        ends = [*outputs, *rest]
+        found = torch.autograd.grad(value, ends, retain_graph=retain_graph, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    note(found)
+    limit = HIGHEST if value.dtype == torch.float16 else 60
+    scale = previous
+    of_outputs = [_largest(each) for each in found[: len(outputs)] if each is not None]
+    if of_outputs:
+        largest = torch.stack(of_outputs).amax()
+        scale = torch.where(largest > 0, _power(largest, EXPONENT, limit), previous)
+    if sizes:
+        # NaN is what is left of infinity times zero.
+        highest = torch.stack(sizes).nan_to_num(BEYOND, BEYOND).amax()
+        scale = torch.where(highest > 0, scale.minimum(_power(highest, HIGHEST, limit)), scale)
+    return scale
 
 
-def held_scale(gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
-    """Return the scale if the gradients that start from it are finite, and at most 1 if not.
+def may_be_retained(value: Tensor) -> bool:
+    """Return False for a graph with code of torch.compile, whose backward may free what it reads."""
+    return all(type(node).__name__ != "CompiledFunctionBackward" for node in nodes(value))
 
-    A gradient within the loss may be far larger than that of the head's output: a small factor on
-    the logits makes it so. float16 then overflows there, where the output's gradient cannot tell.
-    """
-    if not gradients:
-        return scale
-    finite = torch.stack([each.detach().isfinite().all() for each in gradients]).all()
-    return torch.where(finite, scale, scale.clamp(max=1))
+
+def _largest(gradient: Tensor) -> Tensor:
+    """Return the largest absolute value, in float32."""
+    if not gradient.numel():
+        return gradient.new_zeros((), dtype=torch.float32)
+    return torch.linalg.vector_norm(gradient.detach(), torch.inf, dtype=torch.float32)
+
+
+def _power(size: Tensor, exponent: int, limit: int) -> Tensor:
+    """Return the power of two, within 2^-limit and 2^limit, that brings a size near 2^exponent."""
+    _, own = frexp(size.clamp(max=BEYOND))
+    return torch.ldexp(torch.ones_like(size), (exponent - own).clamp(-limit, limit))
 
 
 def rounded(total: Tensor, dtype: torch.dtype, last_scale: Tensor | None) -> PendingGradient:

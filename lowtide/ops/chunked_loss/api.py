@@ -179,9 +179,10 @@ def chunked_loss(
         Each gradient is rounded once at the end, and in ``"gradient_in_forward"`` once more if the
         upstream gradient is no power of two.
         For float16, each chunk's backward starts from a power of two that keeps its gradients in
-        range, so that nothing underflows before a scaler sees it. Measuring it takes one more
-        backward pass through `loss_fn` alone; through `head` as well, if that returns an object
-        that torch.utils._pytree does not look into.
+        range, so that nothing underflows or overflows before a scaler sees it. Measuring it takes
+        one more backward pass through `loss_fn`; through `head` as well, if that has parameters
+        beside those of F.linear on CUDA, or returns an object that torch.utils._pytree does not
+        look into. Where one of the two is compiled, it is measured on a chunk computed once more.
         On CUDA, an F.cross_entropy of float32 logits (a sum or a value a row, of classes, without
         weights or smoothing) reads the logits in one pass, in float32 like torch's.
 

@@ -80,7 +80,12 @@ class Job:
 
     def loss_again(self, place: int, pieces: Tensors, learned: Tensors) -> Tensor:
         """Return the loss of a chunk that was checked before."""
-        return self._run(place, pieces, learned)[1]
+        return self.outputs_again(place, pieces, learned)[1]
+
+    def outputs_again(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
+        """Return what the head returned and the loss of a chunk that was checked before."""
+        out, value, _ = self._run(place, pieces, learned)
+        return out, value
 
     def _run(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Any, dict[str, Any]]:
         """Return what the head returned, the loss and the aux of a chunk."""

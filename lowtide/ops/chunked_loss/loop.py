@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import PendingGradient
-from lowtide.ops.chunked_loss.accumulate import Sum, backward_scale, held_scale, rounded, sum_dtype
+from lowtide.ops.chunked_loss.accumulate import Sum, backward_scale, may_be_retained, rounded, sum_dtype
 from lowtide.ops.chunked_loss.functional.snapshot import other_loss
 from lowtide.ops.chunked_loss.functional.threads import alone
 from lowtide.ops.chunked_loss.isolation import isolated
@@ -104,7 +104,7 @@ class _Loop:
                 out, value = self.job.loss(place, leaves, self.learned)
                 # A value for each row, while a workspace is measured.
                 value = value.sum() if value.dim() else value
-            seed = self._scale(out, value, leaves) if self.is_scaled else None
+            seed = self._scale(place, out, value, leaves) if self.is_scaled else None
             del out
             return value.detach(), self._backward(value, leaves, seed)
 
@@ -206,26 +206,26 @@ class _Loop:
                 total.add(term)
             del term
 
-    def _scale(self, out: Any, value: Tensor, leaves: Tensors) -> Tensor:
+    def _scale(self, place: int, out: Any, value: Tensor, leaves: Tensors) -> Tensor:
         """Return the power of two that the chunk's backward starts from.
 
         It also brings the sums so far to this power.
         """
         previous = self.scales[-1] if self.scales else torch.ones((), device=self.tensors[0].device)
+        new, retains = previous, may_be_retained(value)
+        if not retains:
+            with torch.enable_grad(), isolated():
+                out, value = self.job.outputs_again(place, leaves, self.learned)
+                value = value.sum() if value.dim() else value
         ends = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.requires_grad]
         if not ends:  # head returned an object that hides its tensors
             ends = [each for each in (*leaves, *self.learned) if each.requires_grad]
-        new = previous
         if value.requires_grad and ends:
+            # Not hidden, whose gradient takes a product of its own.
+            others = (*leaves[self.job.hidden :], *self.learned)
+            rest = [each for each in others if each.requires_grad and not self.operators.sums_up(each)]
             with self.job.replay.autocast(on=False):
-                measured = torch.autograd.grad(value, ends, retain_graph=True, allow_unused=True)
-                limit = 14 if value.dtype == torch.float16 else 60
-                new = backward_scale([each for each in measured if each is not None], previous, limit)
-                del measured
-                seed = new.to(value.dtype)
-                scaled = torch.autograd.grad(value, ends, seed, retain_graph=True, allow_unused=True)
-            new = held_scale([each for each in scaled if each is not None], new)
-            del scaled
+                new = backward_scale(value, ends, rest, previous, retain_graph=retains)
             for leaf in (*leaves, *self.learned):
                 leaf.grad = None  # loss_fn's own backward put it there
         for total in self.sums if self.scales else ():

@@ -44,8 +44,13 @@ class Operators(TorchFunctionMode):
     def __init__(self, parameters: Sequence[Tensor] = (), sums: Sequence[Sum | None] = ()) -> None:
         super().__init__()
         self.sums = {id(parameter): total for parameter, total in zip(parameters, sums) if total is not None}
+        self.summed: set[int] = set()
         self.casts: dict[tuple[int, torch.dtype], Tensor] = {}
         self.task: int | None = None
+
+    def sums_up(self, parameter: Tensor) -> bool:
+        """Return True for a parameter whose gradient an F.linear adds to its sum."""
+        return id(parameter) in self.summed
 
     @contextlib.contextmanager
     def collect(self, value: Tensor) -> Iterator[None]:
@@ -96,6 +101,7 @@ class Operators(TorchFunctionMode):
         own_bias = None if bias is None else self.sums.get(id(bias))
         if bias is not None and own_bias is None and bias.requires_grad:
             return None
+        self.summed |= {id(each) for each in (weight, bias) if each is not None}
         cast_VD = self._cast(weight, dtype)
         return SummingLinear.apply(input.to(dtype), weight, bias, cast_VD, total, own_bias, self)
 

@@ -10,6 +10,7 @@ from tests.conftest import ON_CUDA_ALONE
 from tests.ops.chunked_loss.helpers import (
     MODES,
     D,
+    cast,
     chunked_loss,
     close,
     cross_entropy,
@@ -17,6 +18,7 @@ from tests.ops.chunked_loss.helpers import (
     gradients,
     leaves,
     make,
+    relative,
 )
 from tests.support.extended import all_extended_but
 from tests.support.loss import no_synchronisation
@@ -106,6 +108,28 @@ def test_compile_head(device, mode):
     results = [gradients(chunked_loss, compiled, hidden, labels, chunk_size=6, mode=mode)]
     results.append(gradients(dense, head, hidden, labels))
     close(*([result[0], *sorted(result[1:], key=lambda each: each.shape)] for result in results))
+
+
+def soft_capped(logits, labels):
+    capped = 5 * torch.tanh(logits / 5)
+    return cross_entropy(capped * torch.sigmoid(capped), labels)
+
+
+@pytest.mark.parametrize("which", ["head", "loss_fn"])
+def test_compile_float16(device, which):
+    """Code that was compiled for graphs that are not retained raises where one is."""
+    head, hidden, labels = make(device=device, dtype=torch.float16)
+    own_head = torch.compile(head) if which == "head" else head
+    own_loss = torch.compile(soft_capped) if which == "loss_fn" else soft_capped
+    exact = cast(head, hidden)
+    truth = torch.autograd.grad(dense(soft_capped, *exact, labels), leaves(*exact))
+    plain = torch.autograd.grad(dense(soft_capped, head, hidden, labels), leaves(head, hidden))
+    for mode in ("recompute", "gradient_in_forward"):  # the first retains no graph
+        with torch._functorch.config.patch(enable_autograd_cache=False):  # of what others compiled
+            loss = chunked_loss(own_loss, own_head, hidden, labels, chunk_size=6, mode=mode)
+            found = torch.autograd.grad(loss, leaves(head, hidden))
+        for ours, eager, want in zip(found, plain, truth):
+            assert relative(ours, want) <= 2 * relative(eager, want) + torch.finfo(torch.float16).eps
 
 
 @ON_CUDA_ALONE

@@ -148,6 +148,85 @@ def test_float16_gradients_no_overflow(device, largest, mode):
         assert relative(found, want) <= 2 * relative(plain, want) + torch.finfo(torch.float16).eps
 
 
+@pytest.mark.parametrize("kind", ["linear", "norm"])
+@pytest.mark.parametrize("factor", [1e-2, 1e-3, 6e-5])
+def test_float16_gradients_behind_small_factor(device, kind, factor):
+    """Within the loss they are far larger than the head's output's; the factor's own sums them up."""
+    head, hidden, _ = make(kind, device=device, dtype=torch.float16, tokens=40)
+    with torch.no_grad():
+        head.scale.mul_(4) if kind == "norm" else head.weight.mul_(8)
+        labels = head(hidden).argmin(-1)
+
+    def loss_fn(logits, labels, factor):
+        return cross_entropy(logits * factor, labels)
+
+    results = []
+    for loss_of, (own, h) in (
+        (dense, cast(head, hidden)),
+        (dense, (head, hidden)),
+        (chunked_loss, (head, hidden)),
+    ):
+        f = torch.tensor(factor, device=device).half().to(h.dtype).requires_grad_()
+        loss = loss_of(loss_fn, own, h, labels, f, mode="gradient_in_forward")
+        results.append(torch.autograd.grad(loss / len(labels.view(-1)), [f, *leaves(own, h)]))
+    for want, plain, found in zip(*results):
+        assert relative(found, want) <= 2 * relative(plain, want) + torch.finfo(torch.float16).eps
+
+
+def test_float16_sums_over_many_rows(device):
+    """16,384 rows of gradients near 2^3 are more than float16 holds; divided by their number they are not."""
+    head, hidden, _ = make("norm", device=device, dtype=torch.float16, tokens=8192)
+    labels = head(hidden).argmin(-1)
+    rows = labels.numel()
+    results = []
+    for loss_of, (own, h) in (
+        (dense, cast(head, hidden)),
+        (dense, (head, hidden)),
+        (chunked_loss, (head, hidden)),
+    ):
+        weight = torch.full(labels.shape, 1 / rows, dtype=h.dtype, device=device, requires_grad=True)
+
+        def weighted(logits, labels, weight):
+            return (per_row(logits, labels) * weight).sum()
+
+        loss = loss_of(weighted, own, h, labels, weight, chunk_size=rows, mode="gradient_in_forward")
+        results.append(torch.autograd.grad(loss, [weight, *leaves(own, h)]))
+    for want, plain, found in zip(*results):
+        assert relative(found, want) <= 2 * relative(plain, want) + torch.finfo(torch.float16).eps
+
+
+class ScaledInPlace(torch.autograd.Function):
+    """Saves the gradient of a sum of squares, and multiplies it in place in backward, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.gradient = 2 * x.float()
+        return x.float().square().sum()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return ctx.gradient.mul_(upstream).half()
+
+
+def test_float16_loss_scaled_in_place(device):
+    """The pass that measures a chunk's gradients leaves them to the pass that forms them."""
+    head, hidden, labels = make("linear", device=device, dtype=torch.float16)
+
+    def squares(logits, labels):
+        return ScaledInPlace.apply(logits * 2.0**-6)
+
+    def exact(logits, labels):
+        return (logits * 2.0**-6).square().sum()
+
+    found = torch.autograd.grad(
+        chunked_loss(squares, head, hidden, labels, chunk_size=6), leaves(head, hidden)
+    )
+    own, h = cast(head, hidden)
+    truth = torch.autograd.grad(dense(exact, own, h, labels), leaves(own, h))
+    for ours, want in zip(found, truth):
+        assert relative(ours, want) <= 4 * torch.finfo(torch.float16).eps
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_step_with_grad_scaler(device, mode):
     head, hidden, labels = make("linear", device=device, dtype=torch.float32)

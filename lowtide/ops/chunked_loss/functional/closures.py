@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from lowtide.core.errors import ArgumentError
+from lowtide.ops.chunked_loss.functional.graph import is_leaf, nodes
 from lowtide.ops.chunked_loss.functional.tensors import Functional
 
 
@@ -57,13 +58,4 @@ def _captured(functional: Functional) -> Iterator[tuple[str, Tensor]]:
 def _leaves(loss: Tensor) -> list[Tensor]:
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
-    leaves, waiting, seen = [], [loss.grad_fn], {loss.grad_fn}
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):  # the node that accumulates a leaf's gradient
-            leaves.append(node.variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return leaves
+    return [node.variable for node in nodes(loss) if is_leaf(node)]
