@@ -53,10 +53,11 @@ def check(
     sum_dtype: torch.dtype,
     *,
     rounding: float = 0.0,
+    terms: Mapping[str, Tensor] | None = None,
 ) -> None:
     """The results of `function` in this way, and its gradients, against the references."""
     found = differentiated(function, leaves, upstream, way)
     wanted = found.keys() if way in ("no_grad", "inference_mode") else references.exact.keys()
     names = [name for name in wanted if name in references.exact]
     parts = References(*({name: each[name] for name in names} for each in references))
-    compare(found, parts, dtypes, sum_dtype, rounding=rounding)
+    compare(found, parts, dtypes, sum_dtype, rounding=rounding, terms=terms)

@@ -1,6 +1,7 @@
 """chunked_loss: heads and losses as people write them, in both modes and any chunks, against float64."""
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.ops.chunked_loss import chunked_loss
+from lowtide.ops.chunked_loss.execute import CHUNK_SIZE
+from lowtide.ops.chunked_loss.job import spans
 from tests.fuzz.calls import check, draw_upstream, with_enough_workspace
 from tests.fuzz.compare import measured
 from tests.fuzz.draw import Draw
@@ -82,7 +85,7 @@ def case(draw: Draw) -> Callable[[], None]:
         others.append(draw.integers(V, leading))
     factor = draw.pick("factor", (None, 2.0, "learned", "constant")) if name == "scaled" else None
     if isinstance(factor, str):
-        tensors["factor"] = draw.normal((), dtype)
+        tensors["factor"] = draw.normal((), dtype, draw.choice((1.0, 1.0, 1e-2, 1e-4)))
     for each in tensors:
         if each != "factor" or factor == "learned":
             tensors[each].requires_grad_(each == "factor" or draw.chance(0.8))
@@ -110,7 +113,7 @@ def case(draw: Draw) -> Callable[[], None]:
         named = own | {f"head.{each}": parameter for each, parameter in head.named_parameters()}
         return {each: leaf for each, leaf in named.items() if leaf.requires_grad}
 
-    def densely(convert: Callable[[Tensor], Tensor]) -> Any:
+    def densely(convert: Callable[[Tensor], Tensor], rows: slice | None = None) -> Any:
         own_head = copy.deepcopy(head)
         if kind == "quantised":  # its forward is bound to the module that it was made for
             own_head.base.forward = own_head.dequantised
@@ -119,25 +122,48 @@ def case(draw: Draw) -> Callable[[], None]:
                 each.data = convert(each.data)
         own = {each: convert(t.detach()).requires_grad_(t.requires_grad) for each, t in tensors.items()}
         leaves = leaves_of(own_head, own)
+        loss_of, seeds = dense, upstream
+        if rows is not None:
+            loss_of = partial(_dense_of, rows)
+            seeds = {"loss": upstream["loss"].reshape(-1)[rows] if name == "rows" else upstream["loss"]}
         return differentiated(
-            lambda part: called(dense, own_head, own | _own(part, own)), leaves, upstream, "grad"
+            lambda part: called(loss_of, own_head, own | _own(part, own)), leaves, seeds, "grad"
         )
+
+    def terms() -> dict[str, Tensor]:
+        """Autograd rounds the gradient of a parameter once for each chunk (of a workspace perhaps
+        for each row): those gradients, by absolute value."""
+        size = options.get("chunk_size", 1 if "workspace" in options else CHUNK_SIZE)
+        found = [densely(lambda tensor: tensor.double(), rows) for rows in spans(math.prod(leading), size)]
+        learned = [each for each in found[0] if each == "factor" or each.startswith("head.")]
+        return {each: torch.stack([part[each].abs() for part in found]).sum(0) for each in learned}
 
     def run() -> None:
         leaves = leaves_of(head, tensors)
         dtypes = {each: leaf.dtype for each, leaf in leaves.items()}
         dtypes |= {"loss": sum_dtype, "squares": sum_dtype, "rows": torch.int64}
         rounding = torch.finfo(dtype).eps if dtype in HALVES else 0.0
+        refs, parts = measured(densely, dtype), terms() if dtype in HALVES else None
 
         def within(workspace: int | None) -> None:
             own = options if workspace is None else options | {"workspace": workspace}
             function = lambda part: called(chunked_loss, head, tensors | _own(part, tensors), **own)  # noqa: E731
-            refs = measured(densely, dtype)
-            check(function, leaves, upstream, way, refs, dtypes, sum_dtype, rounding=rounding)
+            check(function, leaves, upstream, way, refs, dtypes, sum_dtype, rounding=rounding, terms=parts)
 
         with_enough_workspace(within, options.get("workspace"))
 
     return run
+
+
+def _dense_of(rows: slice, loss_fn: Any, head: Any, hidden: Any, *arguments: Any, **_: Any) -> Any:
+    """Some rows alone."""
+    parts = hidden if isinstance(hidden, tuple) else (hidden,)
+    dims = parts[0].dim() - 1
+
+    def cut(tensor: Any) -> Any:
+        return tensor.flatten(0, dims - 1)[rows] if isinstance(tensor, Tensor) and tensor.dim() else tensor
+
+    return dense(loss_fn, head, tuple(map(cut, parts)), *map(cut, arguments))
 
 
 def _own(leaves: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -40,9 +40,12 @@ def compare(
     sum_dtype: torch.dtype,
     *,
     rounding: float = 0.0,
+    terms: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Raises a Finding for the first part whose shape, dtype or error is not as it should be. `rounding`:
-    of the magnitude, if something between is rounded to fewer digits than the results are (autocast)."""
+    of the magnitude, if something between is rounded to fewer digits than the results are (autocast).
+    `terms`: of a result whose terms are rounded to its dtype before they are added, their absolute values'
+    sum. Each errs by half a unit in its last place, and so may all to the same side."""
     if found.keys() != references.exact.keys():
         raise Finding(f"results {list(found)}, not {list(references.exact)}")
     for name, got in found.items():
@@ -52,7 +55,8 @@ def compare(
         if got.shape != want.shape:
             raise Finding(f"{name} has shape {list(got.shape)}, not {list(want.shape)}")
         if got.is_floating_point():
-            _compare(name, got, want, eager, magnitude, sum_dtype, rounding)
+            own = torch.zeros_like(want) if terms is None else terms.get(name, torch.zeros_like(want))
+            _compare(name, got, want, eager, magnitude, sum_dtype, rounding, own)
 
 
 def _compare(
@@ -63,6 +67,7 @@ def _compare(
     magnitude: Tensor,
     sum_dtype: torch.dtype,
     rounding: float,
+    terms: Tensor,
 ) -> None:
     info = torch.finfo(got.dtype)
     # Beyond the range of its dtype, or near its end, a number may be infinite or not; and so where a sum that
@@ -80,6 +85,7 @@ def _compare(
     eps = max(info.eps, rounding)
     sums = SUMS_OF_BOTH if sum_dtype == torch.float64 else SUMS
     allowed += (eps + sums * torch.finfo(sum_dtype).eps) * max(norm(parts[2]), norm(parts[1]))
+    allowed += info.eps / 2 * norm(terms.where(certain, 0))
     # Numbers that underflow; and those that are nothing beside operands of about 1.
     smallest = 2 * info.smallest_normal * info.eps + torch.finfo(sum_dtype).eps ** 1.5
     allowed += smallest * max(1, got.numel()) ** 0.5

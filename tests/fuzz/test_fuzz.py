@@ -126,6 +126,25 @@ def test_gradient_that_cancels(monkeypatch, seed):
         deferred_check.check(program, "cpu")
 
 
+def test_rounding_of_each_chunk(monkeypatch):
+    """Of rows that are each a chunk: 0.16 is the sum of -0.89, 0.04 and 1.01, which bfloat16 rounds.
+    That is allowed, and nothing that is larger."""
+    seed = 411_003_584
+    outcome = run_case("chunked_loss", seed)
+    assert "head=norm leading=(4,)" in outcome.description
+    assert "dtype=bfloat16 mode=recompute chunk_size=1" in outcome.description
+    assert outcome.finding is None
+    subject = sys.modules["tests.fuzz.chunked_loss"]
+
+    def wrong(loss_fn, head, hidden, *arguments, right=subject.chunked_loss, **options):
+        with torch.no_grad():
+            head.scale.register_hook(lambda gradient: 1.1 * gradient)
+        return right(loss_fn, head, hidden, *arguments, **options)
+
+    monkeypatch.setattr(subject, "chunked_loss", wrong)
+    assert "head.scale: error" in run_case("chunked_loss", seed).finding
+
+
 def pool_of(change, timeout=60.0, subjects=("loss",)):
     found: list[Finding] = []
     command = (sys.executable, "-c", WRONG.format(change=change))
