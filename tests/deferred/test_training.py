@@ -183,6 +183,24 @@ def test_checkpointing_head_reentrant(what):
             logits.argmax(-1)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch: the inner one
+@pytest.mark.parametrize("inner", ["layer and head", "head"])
+def test_checkpointing_reentrant_within_another(inner):
+    """What the inner one is given has no gradient while the outer one's forward runs."""
+    model, tokens, _ = make()
+
+    def body(x):
+        if inner == "head":
+            return checkpoint(model.lm_head, torch.tanh(model.mlp(x)), use_reentrant=True)
+        return checkpoint(lambda x: model.lm_head(torch.tanh(model.mlp(x))), x, use_reentrant=True)
+
+    with lowtide.defer_logits(model):
+        logits = checkpoint(body, model.wte(tokens), use_reentrant=True)
+        for use in (logits.sum, logits.materialize, lambda: F.cross_entropy(logits[0], tokens[0])):
+            with pytest.raises(RuntimeError, match=r"have left CheckpointFunction"):
+                use()
+
+
 def test_checkpointing_reentrant_materialized():
     """They are there when the checkpoint ends, but without a gradient."""
     model, tokens, _ = make()

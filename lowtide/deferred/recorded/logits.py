@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from lowtide.deferred.recorded.proxy import (
     is_running,
     is_torchs,
     replaced,
-    running_forward,
+    running_forwards,
     spelled,
 )
 from lowtide.deferred.recorded.reporting import Counts
@@ -91,13 +92,20 @@ class HeadCall:
         """How many of them are real."""
         self.changed: str | None = None
         """The operation that changed real ones in place."""
-        self.forward = running_forward()
+        forwards: list[FrameType | None] = list(running_forwards()) or [None]
+        self.forward = forwards[0]
         """The frame of the innermost autograd.Function's forward in which they were made, if any."""
         self.function: str | None = None
-        """That Function, if it gave them no gradient and its results may need one."""
+        """The innermost Function that gave them no gradient and whose results may need one."""
+        self.left = self.forward
+        """The frame of that Function's forward."""
         if in_function() and not torch.is_grad_enabled():
-            function, needs_grad = describe_function(self.forward)
-            self.function = function if needs_grad else None
+            # Inside another, whose tensors need no gradients, that is the outer one.
+            for forward in forwards:
+                function, needs_grad = describe_function(forward)
+                if needs_grad:
+                    self.function, self.left = function, forward
+                    break
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
@@ -216,7 +224,7 @@ class DeferredLogits(Proxy):
     def check_function(self) -> None:
         """Raise an error if these have left an autograd.Function, which gave them no gradient."""
         call = self.head_call
-        if call.function is not None and torch.is_grad_enabled() and not is_running(call.forward):
+        if call.function is not None and torch.is_grad_enabled() and not is_running(call.left):
             raise RuntimeError(
                 f"these logits have left {call.function}, without their gradient; compute the loss in "
                 "it, or undo() the deferral (of torch.utils.checkpoint take the other kind, "
@@ -360,7 +368,7 @@ def _check_gradients(deferred: list[DeferredLogits]) -> None:
     """
     if torch.is_grad_enabled() or not in_function():
         return
-    here = running_forward()
+    here = next(running_forwards(), None)
     if any(each.requires_grad and (here is None or each.head_call.forward is not here) for each in deferred):
         raise RuntimeError(
             f"{describe_function(here)[0]}, was given deferred logits, and would lose their gradient; pass "

@@ -125,16 +125,23 @@ def in_function() -> bool:
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
-def running_forward() -> FrameType | None:
-    """Return the frame of the innermost forward of an autograd.Function, or None without one.
+def running_forwards() -> Iterator[FrameType]:
+    """Yield a frame for each forward of an autograd.Function that runs, the innermost first.
 
     A frame is recognised by its context, or as Function.apply. From torch 2.14 on apply is not
     written in Python and has no frame, so a forward without a context is not found.
     """
     frame = sys._getframe(1) if in_function() else None
-    while frame is not None and not (frame.f_code is APPLY or _context(frame) is not None):
+    found = False
+    while frame is not None:
+        if _context(frame) is not None:
+            found = True
+            yield frame
+        elif frame.f_code is APPLY:
+            if not found:
+                yield frame
+            found = False  # it was the apply of the forward before it
         frame = frame.f_back
-    return frame
 
 
 def is_running(forward: FrameType | None) -> bool:
