@@ -62,6 +62,9 @@ class Launched(NamedTuple):
     def run(self, *tensors: Tensor | None) -> Results | None:
         if torch.is_autocast_enabled(self.device) or in_transform(*tensors):
             return None
+        # A checkpoint asks that a call computed again saves the same tensors, be it the first or not.
+        if torch_private.top_saved_tensors_hooks(True) is not None:
+            return None
         return self.call.run(*tensors)
 
 

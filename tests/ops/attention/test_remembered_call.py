@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import attn_bias as masks
@@ -112,6 +113,25 @@ def test_like_call_has_the_same_bits(device, recordings, name):
     check_twice(case_of(device, **CASES[name]))
     assert len(recordings) == 2  # forward and backward of the second call
     assert all(recordings)
+
+
+@pytest.mark.parametrize("bias", [None, (0, 1, 1, 1)])
+@pytest.mark.parametrize("mask", [None, CAUSAL])
+def test_first_call_computed_again_by_checkpoint(device, mask, bias):
+    """It saves what it saved the first time, though calls like it are known by then; and so later."""
+    case = case_of(device, mask=mask, bias=bias)
+    leaves = case.leaves()
+    upstream = make_upstream(case)[0]
+    found = []
+
+    def attend(*tensors):
+        return ours(replace(case, **dict(zip(leaves, tensors))), backend="triton")[0]
+
+    for call in (2 * [lambda *own: checkpoint(attend, *own, use_reentrant=False)]) + 2 * [attend]:
+        found.append(torch.autograd.grad(call(*leaves.values()), list(leaves.values()), upstream))
+    for gradients in found[:-1]:
+        for got, want in zip(gradients, found[-1]):
+            assert torch.equal(got, want)
 
 
 OWN_BIAS = {"bias": (1, 1, 1, 1)}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.operator import ops, remembered_call
@@ -56,6 +57,22 @@ def tensors(device, *, N=N, D=D, V=V, dtype=torch.float32):
 
 def loss_of(x, w, target, **options):
     return lowtide.linear_cross_entropy(x, w, target, backend="triton", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_first_call_computed_again_by_checkpoint(device, dtype):
+    """It saves what it saved the first time, though calls like it are known by then; and so later."""
+    x, w, target = tensors(device, N=14, dtype=dtype)
+    found = []
+
+    def loss(x, w):
+        return loss_of(x, w, target)
+
+    for call in (2 * [lambda *own: checkpoint(loss, *own, use_reentrant=False)]) + 2 * [loss]:
+        found.append(torch.autograd.grad(call(x, w), (x, w)))
+    for gradients in found[:-1]:
+        for got, want in zip(gradients, found[-1]):
+            assert torch.equal(got, want)
 
 
 def exact(
