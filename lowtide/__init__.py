@@ -1,4 +1,23 @@
-"""lowtide keeps the high-water mark of training memory low."""
+"""lowtide keeps the high-water mark of training memory low.
+
+Folders, in the order of imports:
+
+* core: what several operators use.
+* ops: the operators, one folder each.
+* losses: losses of a head or of log-probabilities.
+* deferred: a model's own code without its logits.
+* distributed: heads divided over data-parallel ranks.
+* integrations: callbacks for Transformers, TRL and Lightning.
+* tools: what the commands do; they use the public names below.
+* cli: the commands. `__main__` runs them for `python -m lowtide`.
+
+Modules of public names:
+
+* attn_bias: masks of attention.
+* distillation: divergences between two heads.
+* first_call: `warmup`, which compiles before the first step.
+* memory: `peak_memory`.
+"""
 
 from lowtide import attn_bias, distillation, losses
 from lowtide.deferred import defer_logits

@@ -1,6 +1,7 @@
 """Imports go down the folders, and no folder imports one that imports it."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -152,6 +153,14 @@ def test_the_chain_of_modules_below_the_loss_is_short():
 def test_folders_are_small():
     for path in {path.parent for path in MODULES}:
         assert len([*path.glob("*.py")]) <= 14, path
+
+
+@pytest.mark.parametrize("package", sorted(name for name, path in NAMES.items() if path.stem == "__init__"))
+def test_docstring_of_a_package_names_its_parts(package):
+    """Its modules and packages, each at the beginning of a line, or in backticks."""
+    parts = {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == package}
+    text = ast.get_docstring(ast.parse(NAMES[package].read_text()))
+    assert not parts - {*re.findall(r"(?:^[ *]*|`)(\w+)", text, re.MULTILINE)}
 
 
 def test_no_name_is_a_function_and_a_package():

@@ -9,6 +9,7 @@ Modules, in the order of imports:
 * progress: show the progress of work of unknown length.
 * timeline: `lowtide bench memory-timeline`.
 * bench_pictures: draw the CSVs of `lowtide bench`.
+* bench_ranks: the options of `lowtide bench` for several ranks.
 * bench: `lowtide bench`.
 * doctor: `lowtide doctor`.
 * estimate: `lowtide estimate`.
