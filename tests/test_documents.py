@@ -58,11 +58,14 @@ def test_files_named_exist(page):
         assert "NAME" in file or any(path.endswith(f"/{file}") for path in known), file
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
-def test_names_in_text_occur_in_code(page):
+@pytest.mark.parametrize(
+    "pages", [("CONTRIBUTING.md",), ("docs/architecture.md", "docs/where_to_find.md")], ids=" ".join
+)
+def test_names_in_text_occur_in_code(pages):
     """A name alone, as `whole_softmax_coef` or `Plan.rows`: no page keeps that of something renamed."""
+    text = "\n".join((ROOT / page).read_text() for page in pages)
     words = {word for path in FILES for word in re.findall(r"\w+", path.read_text())}
-    names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", (ROOT / page).read_text())
+    names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text)
     assert len(names) > 20
     assert not [name for name in names if not {*name.removesuffix(".py").split(".")} <= words | FILE_NAMES]
 
