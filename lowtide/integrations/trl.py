@@ -39,7 +39,7 @@ class TRLDeferralCallback(DeferralCallback, TrainerCallback):
 
     Args:
         ref_model: the trainer's reference model, if it is to be deferred too. Without this argument
-            TRL's own forward answers for it.
+            TRL's own forward computes its log-probabilities.
         workspace: bytes that each fused call may hold; None for the default of
             `lowtide.defer_logits`.
 
@@ -62,7 +62,7 @@ class TRLDeferralCallback(DeferralCallback, TrainerCallback):
                 raise ArgumentError(
                     f"lowtide's TRLDeferralCallback cannot take {name}=True: {reason}; leave it False"
                 )
-        self.on_train_end(args, state, control)  # After a run that ended in an error.
+        self.on_train_end(args, state, control)  # An earlier run may have ended in an error.
         self.forwards = [Forward(model, args, self.workspace)]
         if self.ref_model is not None:
             self.forwards.append(Forward(self.ref_model, args, self.workspace))
@@ -75,10 +75,10 @@ class TRLDeferralCallback(DeferralCallback, TrainerCallback):
 
 
 class Forward:
-    """Replace the forward of a model of TRL's until `undo()`; only `fused_lm_head` changes."""
+    """Replace the forward of a model of TRL until `undo()`; only calls with `fused_lm_head` change."""
 
     def __init__(self, model: Any, args: Any, workspace: int | None = None) -> None:
-        model = getattr(model, "module", model)  # The model within DistributedDataParallel.
+        model = getattr(model, "module", model)  # The model inside DistributedDataParallel.
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         if "forward" not in vars(self.model):
             raise ArgumentError(
@@ -96,7 +96,7 @@ class Forward:
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:
-            # Without gradients the caller is generate, which needs real logits.
+            # Without gradients the caller may be generate, which needs real logits.
             return self._called(torch.is_grad_enabled() and self.deferral.head.training, *args, **kwargs)
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
         if labels is None and shifted is None:
@@ -110,7 +110,7 @@ class Forward:
 
     def _called(self, deferring: bool, *args: Any, **kwargs: Any) -> Any:
         head = self.deferral.head
-        # A head defers in training mode only; nothing else tells it.
+        # Set training mode, since a head defers its logits only then.
         mode, head.training = head.training, deferring
         try:
             return self.theirs(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""List entries that measure what lowtide.chunked_loss costs, for `measure.rows`.
+"""List the providers by which `measure.rows` measures the time and memory of lowtide.chunked_loss.
 
-The plain entry, the dense cross-entropy of the case, comes first. Each other is one way to call the
-chunked loss, or an alternative to it.
+The first is the plain one, the dense cross-entropy of the case. Each of the others is one way to call
+the chunked loss, or an alternative to it.
 
 Legend: N tokens, D features, V classes.
 """
@@ -23,7 +23,7 @@ CHUNK_SIZES = {"cuda": (1024, 2048, 4096), "cpu": (128, 256)}
 
 
 def entries(device: str) -> tuple[Provider, ...]:
-    """Return the entries, the dense step first."""
+    """Return the providers, with the dense step first."""
     sizes = CHUNK_SIZES[device]
     modes: tuple[Mode, ...] = ("gradient_in_forward", "recompute")
     chunked = {f"{mode}-{size}": partial(_chunked, mode, size) for mode in modes for size in sizes}
@@ -51,7 +51,7 @@ def _chunked(mode: Mode, chunk_size: int, input_ND: Tensor, weight_VD: Tensor, t
 
 
 def _by_hand(chunk_size: int, input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
-    """Run the loop that people write: each chunk is checkpointed, and recomputed in backward."""
+    """Run the loop that users write by hand: each chunk is checkpointed, and recomputed in backward."""
 
     def one(x_CD: Tensor, target_C: Tensor) -> Tensor:
         return _sum(F.linear(x_CD, weight_VD), target_C)

@@ -1,4 +1,4 @@
-"""Report what decides how fast a CPU is: bfloat16 units, a compiler for them, waiting threads."""
+"""Report what a CPU's speed depends on: bfloat16 units, a compiler for them, and how threads wait."""
 
 import os
 import shlex
@@ -12,7 +12,7 @@ UNITS = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_suppor
 
 
 def cpu() -> dict[str, str]:
-    """Return each fact by its name, in the order of reading."""
+    """Return each fact by its name, in the order in which they are shown."""
     reason = gemm.against()
     return {
         "bfloat16 units": _units(),

@@ -2,8 +2,9 @@
 
 A build of torch without CUDA has no autograd for tensors of that device, fake or not.
 
-CUDA's own kernels save and return other tensors than the CPU's. `Functions` calls the operators of
-CUDA's kernels. `Operators` adds the memory that an operator holds while it runs, which no tensor shows.
+CUDA's kernels save and return other tensors than the CPU's. So `Functions` calls the operators of
+CUDA's kernels instead of the CPU's. `Operators` adds the memory that an operator holds inside while
+it runs.
 
 Shapes: B sequences, H heads, M queries, N keys, K features of a head; V classes.
 """
@@ -78,7 +79,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
-# CUDA's autocast runs these in float32, the CPU's leaves their dtype.
+# CUDA's autocast runs these in float32; the CPU's keeps their dtype.
 FLOAT32 = {
     *(F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
     *(F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.cross_entropy, F.nll_loss),
@@ -110,9 +111,9 @@ def _float32(tensor: Tensor) -> Tensor:
 
 
 class Operators(TorchDispatchMode):
-    """Add what operators hold while they run.
+    """Add the memory that operators hold while they run.
 
-    Enter it after the tracker, which then sees its allocations.
+    Enter it after the tracker, so that the tracker sees its allocations.
     """
 
     def __init__(self, classes: int, device: str = "cuda") -> None:
@@ -123,7 +124,7 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each.__name__ == "DTensor" for each in types):
-            return NotImplemented  # it calls operators on its local tensors, which come here
+            return NotImplemented  # the DTensor then calls the operator on its local tensors
         if func.namespace == "lowtide" and (results := self._on_device(func, args)) is not None:
             return results
         if func is aten._local_scalar_dense.default:  # item(): any number will do.
@@ -131,7 +132,7 @@ class Operators(TorchDispatchMode):
         if self._scales(func, args, kwargs or {}):
             return args[0].detach()
         if func.name() == "c10d::_reduce_scatter_base_" and self.device == "cpu":
-            whole = torch.empty_like(args[1])  # Gloo's, which sums all parts before it takes one.
+            whole = torch.empty_like(args[1])  # Gloo allocates it: it sums all parts before it takes one.
             results = func(*args, **kwargs or {})
             del whole
             return results
@@ -146,7 +147,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def _on_device(self, func: Any, args: Any) -> list[Tensor] | None:
-        """Return results shaped as on the device; the loss's workspace is held while they are made."""
+        """Return results in the shapes of the device; hold the loss's workspace while they are made."""
         mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, Tensor))
         with _disable_current_modes(), mode:
             call = moved_call(func, args, self._stand_in)

@@ -1,5 +1,5 @@
-"""The product of class probabilities in Gluon beside the one in Triton, which the interpreter knows and
-test_soft_targets.py looks at: the same numbers, whatever is cut off.
+"""The Gluon GEMM for class probabilities gives the same numbers as the Triton one, whichever tiles are cut
+off. test_soft_targets.py tests the Triton GEMM in the interpreter.
 
 Shapes: C tokens, D features (R of a second term), V classes; T parts of a row.
 """
@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 def made(C, D, V, R, *, bias=False, scale=False, smoothing=(1, 0), class_weight=False):
-    """RowCoefs, columns, and a place for distances; the rows of y and of the place are longer than V."""
+    """Make RowCoefs, columns, and memory for distances; rows of y and of that memory are longer than V."""
     terms = []
     for features in (D, R) if R else (D,):
         x = torch.randn(C, features, device="cuda", dtype=torch.bfloat16)
@@ -51,7 +51,7 @@ def made(C, D, V, R, *, bias=False, scale=False, smoothing=(1, 0), class_weight=
 
 
 def whole(place_CV):
-    """Distances as whole numbers."""
+    """Return distances as whole numbers."""
     return place_CV.view(torch.int16).int() & 0xFFFF
 
 
@@ -80,7 +80,7 @@ def test_gluon_matches_triton(options, C, D, V):
 
 
 def test_gluon_supported(monkeypatch):
-    """Whole rows that do not overlap, and begin at 16 bytes; and a place for 16 bits, or none."""
+    """Rows must not overlap and must begin at multiples of 16 bytes; memory is of 16 bits or None."""
     monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
     y_CV = torch.zeros(16, 64, dtype=torch.bfloat16)
     fits = engine.fits_pipeline

@@ -15,7 +15,7 @@ from lowtide.core.fsdp import expect_gradients, is_unit, run_in_unit
 
 
 def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor, ...]], Any]) -> Any:
-    """Return run(hidden), with head's parameters gathered around it if they are sharded."""
+    """Return run(hidden); if the head's parameters are sharded, gather them once around it."""
     unit = getattr(head, "__self__", head)
     _check_head(head)
     if not is_unit(unit):
@@ -27,7 +27,7 @@ def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor,
 
 
 def check_units(modules: Mapping[str, nn.Module], head: Any) -> None:
-    """Raise for units that `gathered` does not know: each chunk would gather and reduce them."""
+    """Raise for units other than the head, since each chunk would gather and reduce them."""
     for name, module in modules.items():
         if is_unit(module) and module is not getattr(head, "__self__", head):
             raise ArgumentError(
@@ -37,7 +37,7 @@ def check_units(modules: Mapping[str, nn.Module], head: Any) -> None:
 
 
 def forward_of(head: Any) -> Any:
-    """Return `head` as it is called for each chunk."""
+    """Return the function that is called for each chunk: the head, or its forward without hooks."""
     if not is_unit(head):
         return head
     if len(head._forward_hooks) + len(head._forward_pre_hooks) > 2:

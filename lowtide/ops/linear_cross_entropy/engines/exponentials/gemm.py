@@ -17,8 +17,9 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, Coun
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 Term = tuple[Tensor, Tensor]
-# The pipeline in Gluon takes GEMMs with few features, of whose time the epilogue is a large part,
-# and with so many multiplications that its longer launch does not matter (decision 0039).
+# The Gluon pipeline runs GEMMs with few features, where the epilogue takes a large part of the time. A
+# GEMM must have so many multiplications that the pipeline's longer launch does not matter (decision
+# 0039).
 PIPELINED_FEATURES, FEWEST = 1024, 1 << 37
 NO_TRANSFORM = LogitTransform()
 
@@ -74,12 +75,12 @@ class Exponentials:
         guarded: bool = True,
         store: bool = True,
     ) -> None:
-        """Fill the given partial results, and store E if it has memory, unless it is not to be stored.
+        """Fill the given partial results, and store E if it has memory and is to be stored.
 
-        `marks`: compute only the row tiles that are marked. Sums and grad_dot_logits are added to
-        those of the blocks of classes before this one. Without `guarded`, an ignored row whose
-        logits are not finite gets NaN as its sum and has to be recomputed, and a row with an
-        infinite logit gets a wrong place for its maximum.
+        With `marks`, only marked row tiles are computed. Sums and grad_dot_logits are added to those
+        of earlier blocks of classes. Without `guarded`, an ignored row whose logits are not finite gets
+        NaN as its sum and has to be recomputed, and a row with an infinite logit gets a wrong place of
+        its maximum.
         """
         programs = tiles.multiprocessors(self.device)
         results = (sums, means, grad_dot_logits, maxima, places)
@@ -105,9 +106,9 @@ class Exponentials:
             *self.sizes,
             **constants,
             SOFTCAP=self.softcap,
-            # A branch would spare most half tiles the comparison with the target, which takes
-            # longer than an exponential. But it takes registers, which a kernel with these options
-            # lacks.
+            # With a branch, most half tiles would skip the comparison with the target, which takes
+            # longer than an exponential. But the branch takes registers, which a kernel with these
+            # options lacks.
             MASKED=self.softcap > 0 and grad_dot_logits is not None,  # decision 0012
             RECOMPUTE=marks is not None,
             BLOCK_C=tiles.BLOCK_C,
@@ -124,7 +125,7 @@ class Exponentials:
 
     @cached_property
     def _operand_tiles(self) -> tuple[Any, ...]:
-        """Return descriptors of both operands of each term; None for those of a term that is not there."""
+        """Return descriptors of both operands of each term, and None for those of an absent term."""
         first, second = ((None, None) if term is None else tiles.described(term) for term in self.terms)
         return (*first, *second)
 

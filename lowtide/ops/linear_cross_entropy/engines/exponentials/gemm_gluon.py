@@ -102,9 +102,9 @@ def exponentials_kernel(
     STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute what exponentials/gemm_triton.py's `exponentials_kernel` does.
+    """Compute the same as `exponentials_kernel` of exponentials/gemm_triton.py.
 
-    Grid: one program per multiprocessor, which takes tiles in turn.
+    Grid: one program per multiprocessor, which computes several tiles in turn.
     """
     a_s, b_s, full, empty = ring(x_CD, weight_BD, STAGES, False)
     exp_s = None

@@ -26,8 +26,8 @@ from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     smoothed,
 )
 
-# Classes per program, and its warps. So few classes per thread allow all its loads to be in flight
-# at once, with 32 registers, at which a multiprocessor has full occupancy.
+# Classes per program, and its warps. A thread has so few classes that all its loads are in flight at
+# once, and that it needs 32 registers only, with which a multiprocessor has full occupancy.
 BLOCK, WARPS = 2048, 8  # decision 0042
 # ORed with a whole number below 2^23, these bits give the float32 of that number plus WHOLE.
 WHOLE_BITS = tl.constexpr(0x4B000000)
@@ -42,8 +42,9 @@ def _rows_kernel(
 ):  # fmt: skip
     """Combine the parts of each row. Grid: (C,).
 
-    The factor that the gradient applies to the exponentials of each part overwrites the row's first
-    T numbers. There the factors are contiguous, so a quarter of the memory is read.
+    Each part has a factor that the gradient applies to its exponentials. The factors of a row
+    overwrite its first T numbers. There they are contiguous, so the gradient's kernel reads only a
+    quarter of the memory.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -90,7 +91,7 @@ def _put_gradient(
     soft_th = load_soft(soft_ptr, soft_stride, columns, mask)
     if distance_ptr.dtype.element_ty == tl.int16:
         bits_th = distance_th.to(tl.int32) & FURTHEST
-        # A conversion would use the unit that computes exponentials.
+        # Avoid a conversion, which would take time of the unit that computes exponentials.
         steps_th = (bits_th | WHOLE_BITS).to(tl.float32, bitcast=True) - WHOLE
         exp_th = tl.where(bits_th < FURTHEST, tl.exp2(steps_th * (-LOG2_E / STEPS)), 0.0)
     else:
@@ -108,9 +109,9 @@ def _gradient_kernel(
     soft_row_stride, soft_stride, keep, floor,
     SMOOTHED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's gradient over its distances. Grid: (C cdiv(B, BLOCK),), a row's blocks in turn.
+    """Overwrite a row's distances with its gradient. Grid: (C cdiv(B, BLOCK),), row by row.
 
-    The row's partial results were combined once before, not by each program.
+    `_rows_kernel` has combined the row's partial results before, once for all programs.
     """
     blocks = tl.cdiv(B, BLOCK)
     row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK

@@ -36,7 +36,8 @@ class FloatSum:
     ) -> None:
         """Hold the parts of the sum, whose first class is `first_class`, and the GEMM that adds to them.
 
-        `factor` multiplies all that is added; the rows of x that `add_product` gets have it already.
+        `factor` multiplies every added term. The rows of x that `add_product` gets are already
+        multiplied by it.
         """
         self.first_class = first_class
         self.parts = [part for part in parts if part[1].shape[0]]
@@ -71,10 +72,10 @@ class FloatSum:
 
 
 class InPlaceSum(FloatSum):
-    """Accumulate a half-precision gradient, half of whose sum lies in the gradient's own memory.
+    """Accumulate a half-precision gradient, with half of the sum in the gradient's own memory.
 
-    That is the sum of the first half of the classes. The sum of the others is a tensor of its own
-    (decision 0026).
+    That is the sum of the first half of the classes. The sum of the other classes is a tensor of its
+    own (decision 0026).
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class InPlaceSum(FloatSum):
     def finish(self) -> None:
         """Turn the sum into the gradient, in its own memory."""
         sum_HD, H = self.inside_HD.mul_(self.applied), self.inside_HD.shape[0]
-        # Row i is read at byte 4 i D and written at byte 2 i D, so rows n to 2 n are written over
-        # rows that have been read already. Row 0 alone overlaps itself, hence the copy.
+        # Row i is read at byte 4 i D and written at byte 2 i D, so rows n to 2 n overwrite rows that
+        # have already been read. Only row 0 overlaps itself, so it is copied.
         self.gradient_VD[: min(H, 1)] = sum_HD[:1].clone()
         first = 1
         while first < H:
