@@ -14,8 +14,8 @@ SPINNER_SECONDS, LINE_SECONDS = 0.25, 10.0
 def progress(title: str) -> Iterator[Callable[[str], None]]:
     """Yield a function that takes a description of the current work.
 
-    It is shown on the standard error with the seconds so far: beside a spinner on a terminal,
-    elsewhere as a line every ten seconds.
+    The description is shown on the standard error with the seconds so far. On a terminal it stands
+    beside a spinner. Elsewhere a line is printed every ten seconds.
     """
     console = Console(stderr=True, highlight=False)
     started, ended, words = time.monotonic(), threading.Event(), ""

@@ -9,7 +9,7 @@ from lowtide.distributed import shard_head
 
 
 def shard_layers(module: nn.Module, mesh: Any, *, shards_head: bool, policy: Any = None) -> None:
-    """Shard each layer, then what is left; with `shards_head` the head's classes stay divided.
+    """Shard each layer, then the rest; with `shards_head` the head's classes stay divided.
 
     `policy` is a MixedPrecisionPolicy; None computes in the parameters' dtype.
     """

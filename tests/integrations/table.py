@@ -25,11 +25,11 @@ INTRODUCTION = """\
 Written by `python -m tests.integrations.table` (transformers {transformers}, torch {torch}, CPU, float32).
 
 [Transformers](../howto/transformers.md) shows `lowtide.defer_logits`, the `Trainer`'s callback and
-`attn_implementation="lowtide"`. With the latter the scores are never made, whatever the model asks for: soft
-cap, sliding window, sinks, position bias with its gradient, grouped key heads, dropout. What is made of its
-mask, for M queries and N keys:
+`attn_implementation="lowtide"`. The latter never forms the matrix of scores, whichever options a model has:
+soft cap, sliding window, sinks, position bias with its gradient, grouped key heads, dropout. It turns the
+model's mask into one of these, for M queries and N keys:
 
-| the mask | what is made of it |
+| the mask | becomes |
 |---|---|
 | causal, sliding, local both ways, all; with a cache, too | two numbers: the first and last diagonal |
 | padding: an `attention_mask` [B, N] with zeros | besides, a view [B, 1, 1, N] of it |
@@ -40,16 +40,18 @@ the model's mask is looked at a few rows at a time |
 | a tensor [B, 1, M, N] that the caller passes | used as it is; beside a position bias [B, H, M, N] |
 | anything else: chunks beside padding, blocks of an image | [B, 1, M, N] bool, and a `DenseMaskWarning` |
 
-* A query that sees no key, as padding on the left has them, gets 0, where "eager" averages over all values
-  (beside a position bias it gets an average over hidden keys).
-  With a label for the first real token, which such a query predicts, the losses differ.
-* `output_attentions=True` is refused: there are no weights to return. So are a few models whose code computes
-  with its mask, or lengthens its keys afterwards (in the table: refused), where they run.
-* `torch.compile(fullgraph=True)` needs an `attention_mask`, of ones if need be: without one, whether there
-  are several sequences in a row is in the numbers of `position_ids`. Otherwise the graph breaks there. What
-  is compiled gives no `DenseMaskWarning`.
+* A query that sees no key, as with padding on the left, has the result 0, where "eager" averages over all
+  values. (Beside a position bias the result is an average over hidden keys.) Such a query predicts the first
+  real token, so if that token has a label, the losses differ.
+* `output_attentions=True` is an error, since there are no weights to return. A few models compute with the
+  mask in their own code, or lengthen their keys afterwards (in the table: refused). They raise an error when
+  they run.
+* `torch.compile(fullgraph=True)` needs an `attention_mask`, if only one of ones. Without it, only the numbers
+  of `position_ids` say whether a row has several sequences, and the graph breaks where these are read.
+  Compiled code gives no `DenseMaskWarning`.
 
-A training step of two layers (hidden 256, 8 heads, float32, on a CPU), 2048 tokens of which 100 are padding:
+The table has a training step of two layers (hidden 256, 8 heads, float32, on a CPU), with 2048 tokens of
+which 100 are padding:
 
 | | peak, "eager" | "lowtide" | largest tensor, "eager" | "lowtide" |
 |---|---|---|---|---|
@@ -58,17 +60,18 @@ A training step of two layers (hidden 256, 8 heads, float32, on a CPU), 2048 tok
 
 ## Model by model
 
-Each model was built as small as its configuration allows, with random weights, and took one training step as
-it is, one under `lowtide.defer_logits(model)`, and one with `attn_implementation="lowtide"`.
+Each model was built as small as its configuration allows, with random weights. It took one training step
+unchanged, one under `lowtide.defer_logits(model)`, and one with `attn_implementation="lowtide"`.
 
-* *inputs*: text alone where the model runs on it, also where it takes images or speech besides
-* *training*: *fused* is one fused loss, no logits made, by the model's own unmodified code
+* *inputs*: text alone if the model runs on it, even if the model also takes images or speech
+* *training*: *fused* means one fused loss, without logits, from the model's own unmodified code
 * *evaluation*: the logits that the model returns in eval mode; *real*: a tensor (for `generate`, metrics)
-* *attention*: *yes* where lowtide computes it; *own* where the model's code asks no AttentionInterface, or
-  has no attention: then it stays as it is
-* *differences*: of the gradients, the largest of any parameter, relative to the norm of all, or of the loss:
-  deferred against the model as it is, and lowtide's attention against "eager". Where a model magnifies
-  roundings to more than 8 of them (1e-06), the difference of the same in float64 is less
+* *attention*: *yes* if lowtide computes it; *own* if the model's code does not use the AttentionInterface, or
+  has no attention, so that nothing changes
+* *difference*: first between the deferred and the unchanged model, then between lowtide's attention and
+  "eager". It is the largest difference of the loss, or of the gradient of any parameter relative to the norm
+  of all gradients. If a model magnifies roundings to more than 8 of them (1e-06), the difference in float64
+  is smaller
 
 Of the {all} classes that this version has for language models (causal, masked, sequence to sequence, with
 images, with speech), {built} were built. {fused} of {built} models are fused, with real logits in evaluation;

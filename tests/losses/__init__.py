@@ -1,4 +1,4 @@
-"""What the tests of all losses share: leaves, dense log-probabilities, and the budget for an error.
+"""Helpers for the tests of all losses: leaves, dense log-probabilities, and the budget for an error.
 
 Shapes: B sequences, T tokens, D features, V classes.
 """
@@ -20,7 +20,7 @@ Loss = Callable[[Tensors, Tensors], Tensor]  # a function of leaves and of const
 
 
 def language_leaves() -> Tensors:
-    """A head over hidden states, with logits of standard deviation 2."""
+    """Return hidden states and a head, whose logits have a standard deviation of 2."""
     return {
         "input": torch.randn(B, T, D),
         "linear_weight": torch.randn(V, D) * 2 / D**0.5,
@@ -30,7 +30,7 @@ def language_leaves() -> Tensors:
 
 
 def completions() -> Tensor:
-    """Targets [B, T] with prompts and padding of different lengths; in the second sequence nothing counts."""
+    """Return targets [B, T] with prompts and padding of different lengths; in sequence 2 no token counts."""
     target_BT = torch.randint(V, (B, T))
     for row, (start, stop) in enumerate([(0, T), (0, 0), (2, 5), (3, T), (1, 8), (4, 5)]):
         target_BT[row, :start] = -100
@@ -43,7 +43,7 @@ def head(leaves: Tensors) -> Tensors:
 
 
 def logits(leaves: Tensors) -> Tensor:
-    """In float32 or wider, as a careful eager implementation has them."""
+    """Return the logits in float32 or wider, as a careful eager implementation computes them."""
     x, w, b, scale = (leaves[n] for n in ("input", "linear_weight", "linear_bias", "logit_scale"))
     dtype = torch.promote_types(x.dtype, torch.float32)
     return scale.to(dtype) * F.linear(x.to(dtype), w.to(dtype), b.to(dtype))
@@ -59,7 +59,7 @@ def sums(leaves: Tensors, target_BT: Tensor) -> Tensor:
 
 
 def means(leaves: Tensors, target_BT: Tensor) -> Tensor:
-    """Only of sequences that have a token that counts."""
+    """Return the mean log-probability of each sequence that has a token that counts."""
     return sums(leaves, target_BT) / (target_BT != -100).sum(1)
 
 
@@ -68,7 +68,7 @@ def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def leaves_in(leaves: Tensors, dtype: torch.dtype) -> Tensors:
-    """The logit scale is a parameter by itself, in float32 or wider."""
+    """Return the leaves in a dtype; the logit scale, a parameter of its own, stays in float32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     dtypes = {name: wide if name == "logit_scale" else dtype for name in leaves}
     return {name: leaf.detach().to(dtypes[name]).requires_grad_() for name, leaf in leaves.items()}
@@ -82,9 +82,9 @@ def differentiate(loss_of: Loss, leaves: Tensors, constants: Tensors) -> Tensors
 def check_against_eager(
     fused: Loss, dense: Loss, make: Callable[[], tuple[Tensors, Tensors]], dtype: torch.dtype
 ) -> None:
-    """Loss and gradients err at most twice as much as those of `dense` in the same dtype, seen from float64.
+    """Compare the errors against float64: at most twice those of `dense` in the same dtype.
 
-    In float64 what they are seen from errs as much as eager does, which makes it three times."""
+    In float64 the truth itself errs as much as eager does, so the factor is three."""
     factor = 3.0 if dtype == torch.float64 else 2.0
     sum_dtype = torch.promote_types(dtype, torch.float32)
     found: list[tuple[Tensors, Tensors, Tensors]] = []
@@ -112,7 +112,7 @@ def check_against_eager(
 
 
 def check_gradients(fused: Loss, make: Callable[[], tuple[Tensors, Tensors]]) -> None:
-    """Against finite differences in float64, along random directions."""
+    """Check gradients against finite differences in float64, along random directions."""
     leaves, constants = make()
     leaves, constants = leaves_in(leaves, torch.float64), cast(constants, torch.float64)
     names = tuple(leaves)

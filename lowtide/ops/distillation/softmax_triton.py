@@ -1,6 +1,6 @@
 """Take row statistics and the gradient from a tile of both heads' logits, in two Triton kernels.
 
-softmax_torch.py has the same function in torch, and says what it does.
+softmax_torch.py has the same function in torch, and explains it.
 
 A program takes a row. The statistics of a KL divergence need one read of both heads' logits. Those
 of Jensen-Shannon need the normalisers, and so a second read. The gradient takes one more. A
@@ -20,7 +20,7 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import LOWEST, gradient_view, load_logits
 
-# Logits of each head in a tile. With a bias or a soft cap half as many fit into the registers.
+# Logits of each head in a tile. With a bias or a soft cap, half as many logits fit into the registers.
 BLOCK, BLOCK_WITH_OPTIONS, WARPS = 8192, 4096, 16
 
 
@@ -28,7 +28,7 @@ BLOCK, BLOCK_WITH_OPTIONS, WARPS = 8192, 4096, 16
 def log1p(x):
     """Return log(1 + x), near 0 by the series of 2 artanh(x / (2 + x)).
 
-    A logarithm near 1 has lost its digits.
+    The series is needed because 1 + x rounds away the digits of a small x.
     """
     y = x / (2.0 + x)
     square = y * y
@@ -59,7 +59,7 @@ def _difference(a_b, b_b, excluded_b):
 
 @triton.jit
 def _online(z_b, value_b, max_b, sum_b, total_b):
-    """Add one more z to the running maximum of z, sum of exp(z) and sum of exp(z) value.
+    """Update the running maximum of z, sum of exp(z) and sum of exp(z) value with another block.
 
     Both sums are relative to the maximum.
     """
@@ -107,7 +107,8 @@ def _statistics_kernel(
 ):
     """Store the statistics of KL(own || other), or of Jensen-Shannon, where own is the student.
 
-    Without SUMS the maxima, sums and their ratio are read, and Jensen-Shannon's follow from them.
+    Without SUMS, the maxima, the sums and their ratio are read instead of computed, and the statistics of
+    Jensen-Shannon are computed from them.
     """
     row = tl.program_id(0).to(tl.int64)
     own_ptr, other_ptr = own_CV_ptr + row * own_stride, other_CV_ptr + row * other_stride
@@ -137,7 +138,7 @@ def _statistics_kernel(
     if JENSEN_SHANNON:
         mean, loss = 0.0, 0.0
         blocks = tl.cdiv(V, BLOCK)
-        for step in range(blocks):  # backwards: what was read last is still in the L2 cache
+        for step in range(blocks):  # backwards, since the blocks read last are still in the L2 cache
             columns = (blocks - 1 - step) * BLOCK + tl.arange(0, BLOCK)
             own_b, _, _ = load_logits(own_ptr, own_bias_V_ptr, scale, columns, V, OWN_CAP)
             other_b, _, _ = load_logits(other_ptr, other_bias_V_ptr, scale, columns, V, OTHER_CAP)
@@ -263,7 +264,7 @@ def divergence_(
             **options,
         )
         if part and take_sums and beta == 0:
-            stat.log_ratio_N.neg_()  # d is of the student's sum over the teacher's
+            stat.log_ratio_N.neg_()  # d needs the ratio of the student's sum to the teacher's
     if gradient_dtype is None:
         return None
     grad_CB = gradient_view(student.product_CB, gradient_dtype)

@@ -1,4 +1,4 @@
-"""What a first call compiles ahead is what it then launches, forward and backward, in every engine."""
+"""A first call compiles ahead exactly the kernels that it then launches, in every engine and both passes."""
 
 import json
 import os

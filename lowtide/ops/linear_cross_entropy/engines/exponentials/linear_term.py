@@ -2,17 +2,17 @@
 
 exponentials/engine.py has the formulas.
 
-A chunk adds two things to dW: the GEMM of its exponentials and its scaled rows of X, and the rows
-of its targets. Its rows of dX are the GEMM of its exponentials and the weight, plus what
-`input_gradient` in row_kernels.py adds; or, where rows are ignored, one kernel forms both
-(input_gradient.py). The dW GEMM runs first, because its scaled rows of X lie in the memory where
-the rows of dX will be. In the last chunk dW is finished before dX, since it reads the scaled rows
-once more.
+A chunk adds two terms to dW: the product of its exponentials and its scaled rows of X, and the rows
+of its targets. Its rows of dX are the product of its exponentials and the weight, plus the terms that
+`input_gradient` in row_kernels.py adds. Where rows are ignored, one kernel forms this product and
+these terms (input_gradient.py). The dW GEMM runs first, because its scaled rows of X lie in the
+memory where the rows of dX will be. In the last chunk dW is finished before dX, since to finish dW
+reads the scaled rows once more.
 
-Where ignored rows come last, a chunk's rows of X are gathered into that memory first. Its rows of
-dX lie elsewhere: a row is at its own place or an earlier one, as the places before it count. So
-chunks are taken from the last places to the first, and what a chunk overwrites belongs to no chunk
-taken before. The memory of ignored rows is cleared at the end.
+Where ignored rows come last, a chunk's rows of X are first gathered into that memory, at the chunk's
+places. Its rows of dX belong elsewhere: the place of a row that counts is its own number or less. So
+chunks are taken from the last places to the first, and a chunk overwrites no row of a chunk taken
+before. The memory of ignored rows is cleared at the end.
 
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 TargetRows = tuple[Tensor, Tensor, Tensor, Tensor]
-"""X, h of its rows, the target classes of a chunk in order, and the rows of X that they are of."""
+"""X, the coefficient h of each row, a chunk's target classes in order, and the row of X of each."""
 
 
 class LinearTerm:
@@ -54,14 +54,14 @@ class LinearTerm:
         place: int,
         smoothing: bool,
     ) -> None:
-        """Allocate what smoothing needs, and memory for scaled rows.
+        """Allocate the sums that label smoothing needs, and memory for scaled rows.
 
         dx and sum are None for a gradient that is not formed here. `place` is the term's place in
         the head.
         """
         self.operand, self.dx, self.sum, self.plan = operand, dx, sum, plan
         self.class_weight_V = class_weight_V
-        # The GEMM for dX, summed over the blocks of classes so far; None if these are all kept.
+        # The product for dX, summed over the blocks of classes so far; None if all blocks are stored.
         self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
         lacks_room = dx is None or not plan.scales_in_gradient[place]
@@ -108,9 +108,9 @@ class LinearTerm:
         return sum_of_products(self.total_weight_D[None], x_CD.t())[0]
 
     def add_block(self, e_CB: Tensor, classes: slice, marks: Tensor | None) -> None:
-        """Add a block of classes to the chunk's rows of dX, before the next one overwrites it.
+        """Add a block of classes to the chunk's rows of dX, before the next block overwrites it.
 
-        `marks`: compute marked row tiles again.
+        `marks` says which row tiles are to be recomputed.
         """
         if self.dx is None:
             return
@@ -137,9 +137,9 @@ class LinearTerm:
     ) -> None:
         """Add the chunk to dW; the last chunk finishes it.
 
-        The target rows are added right after the chunk's GEMM. In the row of a frequent class of a
-        trained model the two nearly cancel. A sum of either alone would round by more than what
-        remains.
+        The target rows are added right after the chunk's GEMM. For a frequent class of a trained
+        model, the two terms nearly cancel. The rounding of a sum of one of them alone would be larger
+        than their difference.
         """
         if self.smoothing_row_D is not None:
             self.smoothing_row_D += sum_of_products(row.smoothing_coef_N[None], x_CD)[0]
@@ -155,7 +155,7 @@ class LinearTerm:
 
     @property
     def reads_all_rows(self) -> bool:
-        """Return True if dW takes rows that do not count too; then these must be finite."""
+        """Return True if the GEMM of dW also reads rows that do not count, which then must be finite."""
         return self.sum is not None and not self.sum.ends_early
 
     def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
@@ -184,7 +184,7 @@ class LinearTerm:
         target_weight_coef_N: Tensor,
         counted: CountedChunk,
     ) -> None:
-        """Compute the chunk's rows of dX, some at a time, over the memory that dW has used.
+        """Compute the chunk's rows of dX, some at a time, in the memory of the scaled rows that dW has read.
 
         Where ignored rows come last, one kernel forms those that count.
         """
@@ -234,7 +234,7 @@ class LinearTerm:
                 product_CD = sum_CD[piece]
             of_rows = of_piece, row_scale_C[piece], target_weight_coef_C[piece]
             self.rows_of_product(product_CD, out_CD[piece], *of_rows, factor)
-            del product_CD  # free it before another is made
+            del product_CD  # free it before the next product is made
 
     def rows_of_product(
         self,
@@ -245,7 +245,7 @@ class LinearTerm:
         target_weight_coef_C: Tensor,
         factor: Tensor | None = None,
     ) -> None:
-        """Write rows of dX times a factor from their GEMM's result, which may be where they go."""
+        """Write rows of dX times a factor from their GEMM's result, whose memory may be that of dX."""
         row_kernels.input_gradient(
             product_CD,
             self.operand.weight_VD,

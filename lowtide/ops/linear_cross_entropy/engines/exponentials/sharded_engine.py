@@ -4,8 +4,9 @@ A rank with a row's target takes its logit as reference, as one process does. An
 largest logit of a few of its classes, so that no rank waits for the target's logit before its GEMM.
 excluded_part_stats.py merges the statistics of all ranks, and says what the merged ones mean.
 
-Each chunk takes all classes of this rank at a time. The GEMM of dX needs no statistics, which
-only scale its rows, so it hides their gather. dX goes before dW, which hides its sum over the ranks.
+Each chunk takes all classes of this rank at a time. Statistics only scale the rows of dX, so its GEMM
+runs while they are gathered. dX is computed before dW, so that it is summed over the ranks while the
+GEMM of dW runs.
 
 Shapes: N tokens, D features, V classes of this rank; C tokens of a chunk.
 """
@@ -45,18 +46,18 @@ from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASS
 
 @dataclass(slots=True)
 class _Chunk:
-    """Hold what is known of a chunk before the statistics of all ranks are."""
+    """Hold the results of a chunk that are computed before the statistics of all ranks arrive."""
 
     exp_CV: Tensor | None
     raw_C: Tensor
-    """The targets' products with the bias, or other numbers where the target is another rank's."""
+    """The targets' products plus bias; arbitrary numbers in rows whose target is on another rank."""
     slope_C: Tensor | None
     raw_smooth_C: Tensor | None
     grad_dot_logit_C: Tensor | None
 
 
 class ShardedExponentialsEngine(ExponentialsEngine):
-    """Walk over the chunks of one call, of whose classes this rank has some."""
+    """Walk over the chunks of one call whose classes are divided over the ranks."""
 
     def walk_tokens(
         self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
@@ -102,7 +103,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
                     if chunk.exp_CV is not None:
                         term.rows_of_product(product_CD, product_CD, *of_gradient)
                     dx.begin_sum(product_CD, rows)
-            del products, product_CD  # free each when it is summed
+            del products, product_CD  # free both, since they are summed
             if targets is None:
                 continue
             class_C, order_C = targets[0][rows], targets[1][rows]
@@ -187,7 +188,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the targets' products, logits and slopes, and clear the marks.
 
-        Where the target is another rank's, they are those of another class.
+        In rows whose target is on another rank, they are those of some other class.
         """
         raw_C = self.buffer(row.target_N.shape[0])
         for k, (each, x_CD) in enumerate(zip(linear, tokens)):
@@ -198,7 +199,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         return raw_C, *self.target_logits(raw_C, row.target_N.clamp(min=0))
 
     def _sampled_maxima(self, tokens: list[Tensor]) -> Tensor:  # [C]
-        """Return the largest logit of a few classes, which are spread over all of this rank."""
+        """Return the largest logit of a few classes, which are spread evenly over this rank's classes."""
         sampled = slice(0, self.V, -(-self.V // SAMPLED_CLASSES))
         u_CB = self.buffer(tokens[0].shape[0], len(range(*sampled.indices(self.V))))
         for k, (operand, x_CD) in enumerate(zip(self.operands, tokens)):
@@ -228,7 +229,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
     def _input_product(
         self, term: LinearTerm, dx: SummedRows | None, rows: slice, chunk: _Chunk
     ) -> Tensor | None:
-        """Return the GEMM of the chunk's rows of dX, where these are summed over the ranks."""
+        """Return the product of the chunk's rows of dX, in the memory where ranks sum it."""
         if dx is None:
             return None
         product_CD = dx.memory(rows)
@@ -238,7 +239,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         return product_CD
 
     def _sorted_targets(self, rows: int) -> Targets:
-        """Sort the targets of each chunk; those of other ranks come last, like ignored ones."""
+        """Sort the targets of each chunk; those on other ranks come last, like ignored ones."""
         place_N = self.rows.target_N - self.first_class
         elsewhere_N = self.rows.ignored_N | (place_N < 0) | (place_N >= self.V)
         return sorted_targets(place_N.masked_fill_(elsewhere_N, 0), elsewhere_N, self.V, rows)

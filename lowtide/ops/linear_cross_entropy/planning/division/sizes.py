@@ -1,6 +1,7 @@
 """Divide a workspace among chunks of tokens, blocks of classes and the accumulator of dW.
 
-What byte_counts.py and weight_gradient.py leave is spent on rows.
+Chunks get as many rows as fit beside the fixed memory (byte_counts.py) and the accumulator
+(weight_gradient.py).
 
 Shapes: N tokens, D features, V classes.
 """
@@ -111,7 +112,7 @@ def _classes(room: int, size: int, V: int) -> int:
 
 
 def even_rows(most: int, N: int, tile: int) -> int:
-    """Return the rows per chunk if `most` fit: few chunks of about equal size, in whole tiles."""
+    """Return the rows per chunk, at most `most`, for few chunks of about equal size, in whole tiles."""
     most = max(1, most)
     if most >= N:
         return max(N, 1)
