@@ -121,7 +121,7 @@ def linear_cross_entropy(
     smoke: Smoke = False,
     out: Out = None,
 ) -> None:
-    """Time fused linear + cross-entropy against its floor: the matrix products that any exact method needs.
+    """Time fused linear + cross-entropy against its floor: the products that an exact method needs.
 
     Each row is one provider on one case: its median time, the ratio to the
     floor timed in turn with it, its peak memory beyond inputs, loss and

@@ -64,7 +64,7 @@ def sentence(error: Exception) -> str | None:
 
 
 def in_options(said: str, parameters: list[Any]) -> str:
-    """Return the sentence with the names of options, where it has those of a function's arguments."""
+    """Return the sentence with the names of options in place of those of a function's arguments."""
     options = {each.name: each.opts[0] for each in parameters}
     for argument in (*options, *RENAMED):
         option = options.get(RENAMED.get(argument, argument))

@@ -106,7 +106,7 @@ def profile(
 
 
 def write(record: Record, label: str, title: str, before: str, out: Path, files: Path) -> None:
-    """Print the peak and write both files to the directory `files`, which is named `out` in messages.
+    """Print the peak and write both files to the directory `files`, which messages name `out`.
 
     Each result is printed as soon as it is computed, so that a user who interrupted a run need not
     wait for the picture.

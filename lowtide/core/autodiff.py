@@ -40,7 +40,7 @@ def differentiable_gradients(
     needs_grad: Sequence[bool],
     grad_output: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the tensors that need one, so that they can be differentiated again."""
+    """Return the gradients of the tensors that need one, in a form that can be differentiated."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # Separate views, since one tensor may be both an input and a weight.
@@ -57,6 +57,6 @@ def differentiable_gradients(
 
 
 def scatter_gradients(found: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Return the gradients at the places of the tensors that need one, and None at the other places."""
+    """Return the gradients at the places of the tensors that need one, and None at the others."""
     each = iter(found)
     return tuple(next(each) if grad else None for grad in needs_grad)

@@ -170,8 +170,8 @@ def is_parameter(tensor: Any) -> bool:
 def refuse_derived(name: str, tensor: Any) -> None:
     """Raise for a DTensor that is computed from a parameter that FSDP2 shards, as by detach().
 
-    Its placements are those of a tensor-parallel weight, whose ranks have the same tokens. A copy that
-    bears the mark of lowtide.shard_head is known not to be one.
+    Its placements are those of a tensor-parallel weight, whose ranks have the same tokens. A copy
+    that bears the mark of lowtide.shard_head is known not to be one.
     """
     if torch.compiler.is_compiling() or not is_dtensor(tensor):
         return

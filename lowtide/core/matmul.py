@@ -47,7 +47,7 @@ def blocks(size: int, step: int, *, first: int = 0) -> Iterator[slice]:
 
 
 def rows_of(tensor: Tensor, rows: slice) -> Tensor:
-    """Return these rows of a tensor; all of them are the tensor itself, as a view takes the host 2 us."""
+    """Return these rows of a tensor; all of them are the tensor itself, as a view takes 2 us."""
     return tensor if rows.start == 0 and rows.stop == tensor.shape[0] else tensor[rows]
 
 
@@ -88,7 +88,7 @@ class Operand:
         return copy_CD
 
     def _gathered(self, rows: slice) -> Tensor:
-        """Return tokens that are no slice of a matrix: kept rows, or rows of a sliced, wider tensor."""
+        """Return tokens that are no slice of a matrix: kept rows, or rows of a wider tensor."""
         if self.input.dim() == 2:
             assert self.kept_rows is not None
             return self.input[self.kept_rows[rows]]

@@ -91,7 +91,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 def derivative(
     operator: Any, backward: Callable[..., tuple[Any, ...]], *, setup_context: Callable[..., None]
 ) -> None:
-    """Register the derivative of an operator that takes tensors or lists of them, and returns a list.
+    """Register the derivative of an operator that takes tensors or lists of them, returning a list.
 
     Its tensors come first in the schema. As with torch.library.register_autograd, `setup_context`
     gets ctx, inputs and output, and `backward` gets ctx and the gradients of the output; it returns
@@ -117,8 +117,8 @@ def derivative(
             return operator.redispatch(keys & torch_private.after_autograd_keyset, *arguments)  # type: ignore[no-any-return]
 
     class Derivative(torch.autograd.Function):
-        # Autograd sees tensors only as arguments of their own, so lists are passed item by item. All
-        # other arguments are passed as one, since each takes time.
+        # Autograd sees tensors only as arguments of their own, so lists are passed item by item.
+        # All other arguments are passed as one, since each takes time.
         @staticmethod
         def forward(
             ctx: Any, keys: Any, lengths: Sequence[int | None], others: tuple[Any, ...], *items: Tensor | None

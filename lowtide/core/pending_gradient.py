@@ -27,7 +27,7 @@ FP16_ROOM = 10
 
 @dataclass(frozen=True, slots=True)
 class PendingGradient:
-    """Hold an unfinished gradient: an accumulator, rounded or not, its applied and its remaining factor."""
+    """Hold an unfinished gradient: an accumulator, rounded or not, its applied and other factor."""
 
     tensor: Tensor
     """The memory, in the gradient's dtype or a wider one."""
@@ -59,14 +59,15 @@ def outputs_of(gradients: Iterable[PendingGradient]) -> list[Tensor]:
 def finish_gradient(
     tensor: Tensor, factor: Tensor | None, grad_output: Tensor, like: Tensor, backend: str
 ) -> Tensor:
-    """Return the gradient of `like` in a backward pass: tensor * factor * grad_output, rounded once.
+    """Return the gradient of `like` in backward: tensor * factor * grad_output, rounded once.
 
     tensor and factor are an operator's outputs; a factor of None, too, stands for 1.
     """
     if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # traced
         whole = grad_output if factor is None or not factor.numel() else factor * grad_output
         return (tensor.to(whole.dtype) * whole).to(like.dtype).reshape(like.shape)
-    # If the graph is freed, its tensors may be overwritten; if it is retained, they will be read again.
+    # If the graph is freed, its tensors may be overwritten; if it is retained, they will be read
+    # again.
     in_place = not torch_private.keeps_graph()
     return finish_eagerly(tensor, factor, grad_output, like, backend, in_place=in_place)
 
@@ -104,7 +105,7 @@ def finish_gradients(
 
 
 def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """Return the power of two that brings the largest coefficient near 2^14; None without float16."""
+    """Return the power of two that brings the largest coefficient near 2^14, or None."""
     if torch.float16 not in dtypes:
         return None
     largest = find_largest()
@@ -116,7 +117,7 @@ def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtyp
 def split_factor(
     factor: Tensor, dtype: torch.dtype, headroom: int | Tensor = FP16_EXPONENT
 ) -> tuple[Tensor, Tensor | None]:
-    """Split `factor` into one that is applied when a gradient is rounded to dtype, and the remaining one.
+    """Split `factor` into one that is applied when a gradient is rounded to dtype, and the rest.
 
     The remaining factor is a power of two, which backward applies; None stands for 1.
     """
@@ -225,6 +226,6 @@ def scaled(
 
 
 def _has_gaps(tensor: Tensor) -> bool:
-    """Return True if the elements do not fill their memory; kernels that take no strides need that."""
+    """Return True if the elements do not fill their memory; kernels without strides refuse it."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return reach != tensor.numel()

@@ -74,7 +74,7 @@ class RowFunction:
     def push_forward(
         self, tensors: Tensors, tangents: Sequence[Tensor | None], outputs: Sequence[int]
     ) -> Tensors:
-        """Return the tangents of the outputs at these places, so that they can be differentiated."""
+        """Return the tangents of the outputs at these places, to be differentiated further."""
         given = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
         results = sum(place < self.results for place in outputs)
         described = Derivative(jacobian_vector, list(given), outputs, results)
@@ -83,7 +83,7 @@ class RowFunction:
     def _evaluated(
         self, described: Derivative, tensors: Tensors, given: dict[int, Tensor], boundary: int
     ) -> Tensors:
-        """Compute a derivative; the tensors given at places before `boundary` are cut into chunks."""
+        """Compute a derivative; the tensors given at places before `boundary` are cut in chunks."""
         given_rows = [tensor for place, tensor in given.items() if place < boundary]
         given_whole = [tensor for place, tensor in given.items() if place >= boundary]
         derivative = self.derivative(described, len(given_rows), len(given_whole))

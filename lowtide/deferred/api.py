@@ -107,7 +107,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
         return eager(self, counts.on(args[0], reason), *args[1:], **kwargs)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Reduce to the plain class, so that a copy is not deferred and a pickle loads without lowtide."""
+        """Reduce to the plain class: a copy is not deferred, and a pickle loads without lowtide."""
         reduced: Any = plain.__reduce_ex__(self, protocol)  # type: ignore[call-arg]
         function, arguments, *rest = reduced
         # pickle allows __newobj__ only for the object's own class.
@@ -170,8 +170,8 @@ def defer_logits(
             the only :class:`torch.nn.Linear` with as many outputs as an embedding of the model has
             rows.
         workspace: bytes that each fused loss may hold beyond hidden states, weight, results and
-            gradients. None takes the default of :func:`lowtide.linear_cross_entropy`. A loss that is
-            computed in chunks also holds the sum of the weight's gradient.
+            gradients. None takes the default of :func:`lowtide.linear_cross_entropy`. A loss that
+            is computed in chunks also holds the sum of the weight's gradient.
 
     Returns:
         A :class:`Deferral`, which counts fused losses. Call its `undo()`, or use it as a context
@@ -187,8 +187,8 @@ def defer_logits(
     name of torch or of another library is patched.
 
     Precision: that of the operators. Products are summed in float32, so half-precision logits are
-    not rounded, and their loss, logsumexp and picked log-probabilities are float32. Other dtypes are
-    those of torch, under the autocast that was on when the head was called.
+    not rounded, and their loss, logsumexp and picked log-probabilities are float32. Other dtypes
+    are those of torch, under the autocast that was on when the head was called.
 
     Memory: O(workspace), never N V. Hidden states and weight live as long as the logits do.
 
@@ -200,14 +200,14 @@ def defer_logits(
         RuntimeError: when logits are used,
             * if the weight has been freed since (FSDP2 resharded the head after its forward: the
               message says what to set);
-            * if hidden states or weight have been changed in place since (an optimizer's step), which
-              only eager code can see;
+            * if hidden states or weight have been changed in place since (an optimizer's step),
+              which only eager code can see;
             * for an in-place change of logits that others depend on;
             * for `register_hook` and `retain_grad`: the loss does not go through these logits;
-            * for logits passed to an :class:`torch.autograd.Function`, or read by `torch.as_tensor`,
-              which would lose their gradient (pass `logits.materialize()`);
-            * for logits that leave an autograd.Function (a reentrant checkpoint) where gradients are
-              on, or a transform of torch.func.
+            * for logits passed to an :class:`torch.autograd.Function`, or read by
+              `torch.as_tensor`, which would lose their gradient (pass `logits.materialize()`);
+            * for logits that leave an autograd.Function (a reentrant checkpoint) where gradients
+              are on, or a transform of torch.func.
 
     Limits: `isinstance(logits, torch.Tensor)` is False. Code that multiplies by the head's `weight`
     itself never calls the head, and `deferral.fused` stays 0. A change of a weight through its

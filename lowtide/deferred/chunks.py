@@ -37,9 +37,9 @@ def by_rows(
     """Return the results [...] of a function of the rows, computed chunk by chunk.
 
     `shape` is that of the rows in row_tensors and results; the node may arrange them differently.
-    The function is called as function(logits [C, V], rows of each of row_tensors [..., K], *others). The
-    results are differentiable, and nothing of a chunk is kept. A half-precision parameter's
-    gradient is summed over the chunks in float32.
+    The function is called as function(logits [C, V], rows of each of row_tensors [..., K],
+    *others). The results are differentiable, and nothing of a chunk is kept. A half-precision
+    parameter's gradient is summed over the chunks in float32.
 
     A chunk has as many rows as `workspace` holds, in bytes; None takes the default.
     """
@@ -65,7 +65,8 @@ def by_rows(
             workspace, row_bytes, f"one row of {V} logits, {COPIES} times over in a loss by chunks"
         )
     device = counted_as(rows[0].device.type)
-    # No more than real logits would take, forward and backward, while there is room for enough rows.
+    # No more than real logits would take, forward and backward, while there is room for enough
+    # rows.
     default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * node.dtype.itemsize))
     chunk_size = max(1, (default if workspace is None else workspace) // row_bytes)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)

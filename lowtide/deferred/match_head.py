@@ -51,7 +51,7 @@ class LinearHead(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options that lowtide.ops.linear_cross_entropy.dispatch takes with the terms."""
+        """Return the options that linear_cross_entropy.dispatch takes with the terms."""
         scale = None if _is_one(self.factor) else self.factor
         return {"linear_bias": self.bias, "softcap": self.cap, "logit_scale": scale}
 

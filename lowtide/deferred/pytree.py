@@ -97,7 +97,7 @@ def _unflatten(leaves: Iterable[Any], logits: DeferredLogits) -> Any:
 
 
 def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
-    """Return True if the leaf is the hidden states, returned by an autograd.Function as they are."""
+    """Return True if the leaf is the hidden states as an autograd.Function returned them."""
     hidden = expression.hidden(logits.node)
     return (
         type(leaf) is Tensor

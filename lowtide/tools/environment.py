@@ -89,7 +89,7 @@ def present(device: str) -> bool:
 
 
 def choose_any_device(asked: AnyDevice) -> str:
-    """Return the device that was asked for; for auto the first that is not the CPU, if there is one."""
+    """Return the device that was asked for; for auto the first that is not the CPU, if any."""
     if asked is AnyDevice.auto:
         return next((name for name in ("cuda", "mps", "xpu") if present(name)), "cpu")
     if not present(asked.value):

@@ -32,7 +32,7 @@ def is_first() -> bool:
 
 
 def tell_torchrun(sentence: str) -> None:
-    """Let the report that torchrun prints of an error, behind a traceback of its own, end with this."""
+    """Let torchrun's report of an error, behind a traceback of its own, end with this."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         message = {"message": sentence, "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -46,8 +46,8 @@ class Launch(NamedTuple):
         """Return what Triton compiles the kernel for.
 
         That is the dtype of each pointer, and whether it is a multiple of 16; whether an integer is
-        1, a multiple of 16, or needs 64 bits, in tuples too; dtype and box of a tensor descriptor; each
-        constant.
+        1, a multiple of 16, or needs 64 bits, in tuples too; dtype and box of a tensor descriptor;
+        each constant.
         """
         # A kernel's own hash is that of all its source, which takes long to compute.
         return (self.kernel.fn, *self.constants.items(), *map(_kind_of, self.arguments))
@@ -94,7 +94,7 @@ def compile_side_by_side(
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """Launch a kernel through Triton, and return the compiled kernel; in a rehearsal note the launch."""
+    """Launch a kernel through Triton, and return it compiled; in a rehearsal note the launch."""
     wanted = Launch(kernel, grid, arguments, constants)
     if note(wanted):
         return None
@@ -152,8 +152,8 @@ def _compile(device: int, launches: list[Launch]) -> None:
     if not new:
         return
     for _, (kernel, *_) in new:
-        # Triton makes both at the first use. Keys of its cache on disk depend on the order of these,
-        # so in threads the next process would not find its kernels there.
+        # Triton makes both at the first use. Keys of its cache on disk depend on the order of
+        # these, so in threads the next process would not find its kernels there.
         _ = kernel.cache_key, kernel.device_caches[device]
     # The first one finds out what all need. Else each thread would hash the whole compiler.
     _compile_one(new[0][1])

@@ -1,4 +1,4 @@
-"""Tell what a device can run: calls at all, Triton kernels, or the Gluon ones (engines/gemm/gluon.py).
+"""Tell what a device can run: calls at all, Triton kernels, or Gluon ones (engines/gemm/gluon.py).
 
 Two functions count on the host what a kernel's grid needs. Triton's own of these names serve
 kernels as well, and take 2 microseconds a call (decision 0023).
@@ -85,7 +85,7 @@ def reason_against(device: torch.device) -> str | None:
 
 @marked_constant
 def reason_against_triton(device: torch.device, dtype: torch.dtype, argument: str) -> str | None:
-    """Return why Triton kernels cannot run on the device of this argument in this dtype, or None."""
+    """Return why Triton kernels cannot run on this argument's device in this dtype, or None."""
     try:
         import triton
     except ModuleNotFoundError:

@@ -2,8 +2,8 @@
 
 CUDA has kernels of lowtide's own, and half-precision products with float32 results. The CPU has its
 caches, and bfloat16 products in C++. Every other device (Apple's mps, Intel's xpu) runs plain torch
-alone: operands are widened to float32, and bytes are counted as on the CPU. Nothing there is float64
-but what the caller passes, since mps has no such numbers.
+alone: operands are widened to float32, and bytes are counted as on the CPU. Nothing there is
+float64 but what the caller passes, since mps has no such numbers.
 """
 
 import torch
@@ -21,7 +21,7 @@ def runs_plain_torch(device_type: str) -> bool:
 
 
 def frexp(number: Tensor) -> tuple[Tensor, Tensor]:  # 0-d
-    """Return mantissa and exponent, by the CPU where the device may lack the operation, as mps does."""
+    """Return mantissa and exponent, by the CPU where the device may lack the operation (mps)."""
     if not runs_plain_torch(number.device.type):
         return torch.frexp(number)
     mantissa, exponent = torch.frexp(number.cpu())

@@ -41,8 +41,8 @@ from lowtide.core.recording.steps import (
 ALIGNED = 32
 # Recordings of a function. With more it begins again.
 MOST = 64
-# The call of its kind that is recorded. A recording takes the host as long as 40 to 70 calls save, so
-# sizes that come a few times, as of sequences of any length, would never pay for theirs.
+# The call of its kind that is recorded. A recording takes the host as long as 40 to 70 calls save,
+# so sizes that come a few times, as of sequences of any length, would never pay for theirs.
 RECORDED_CALL = 8
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -171,7 +171,7 @@ class _Recorder:
         self.begins.append(0 if tensor is None else _first_byte(tensor))
 
     def _make_as_returned(self) -> None:
-        """Let memory that is allocated, and returned as a view of all of it, be made as that view."""
+        """Let memory that is allocated, and returned as a view of it all, be made as that view."""
         allocated = {
             self.places[_memory_of(note.results)]
             for note in self.notes

@@ -137,7 +137,7 @@ def _nodes(node: Apply) -> Iterator[Node]:
 
 
 def hidden(node: Node) -> Tensor:
-    """Return the input of the first product, [..., D]; the logits may arrange its rows differently."""
+    """Return the input of the first product, [..., D]; the logits may arrange rows differently."""
     return next(linears(node)).input.tensor
 
 

@@ -170,7 +170,8 @@ class DeferredLogits(Proxy):
     def grad(self) -> Any:
         raise RuntimeError(f"grad: {NO_GRADIENT}")
 
-    # The hooks of tensor parallelism read these from a DTensor; deferred logits are those of all ranks.
+    # The hooks of tensor parallelism read these from a DTensor; deferred logits are those of all
+    # ranks.
 
     @property
     def device_mesh(self) -> Any:

@@ -35,7 +35,7 @@ class Counts:
         _by_number[self.number] = self
 
     def add(self, event: str) -> None:
-        """Count a loss (`FUSED_LOSS`) or a materialising operation, and warn at an operation's first."""
+        """Count a loss (`FUSED_LOSS`) or a materialising operation, and warn at its first time."""
         if event == FUSED_LOSS:
             self.fused += 1
             return

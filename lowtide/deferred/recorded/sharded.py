@@ -1,4 +1,4 @@
-"""Say which heads, divided by classes over ranks, the fused operators take, and gather them for others.
+"""Say which heads, divided by classes over ranks, the fused operators take; gather them for others.
 
 Under tensor parallelism every rank has the same hidden states; under `lowtide.shard_head` each has
 its own.

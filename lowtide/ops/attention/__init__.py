@@ -12,7 +12,7 @@ The folders and modules, in the order of imports (each imports only those above 
     operator/        the registered operators and their derivatives
     delegate.py      run the plain case by torch's scaled_dot_product_attention
     backend.py       choose the backend of a call, and say why the others do not run it
-    remembered.py    pass a call like an earlier one on to torch or the Triton kernels after one check
+    remembered.py    pass a call like an earlier one to torch or the Triton kernels after one check
     dispatch.py      send a call to its backend
     api.py           the public functions; their docstrings are the contract
     merge.py         merge attention to several sets of keys into one

@@ -32,7 +32,7 @@ class Entry(Protocol):
     """Run a call like an earlier one."""
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Results | None:
-        """Return the results in the caller's layout, or None for a call to be checked and chosen for."""
+        """Return the results in the caller's layout, or None for a call to check and choose for."""
 
 
 class HandedOn(NamedTuple):
@@ -149,7 +149,7 @@ def forget() -> None:
 
 
 def _are_usual(device: str, *tensors: Tensor) -> bool:
-    """Return True for tensors that lie as torch's kernels need, outside of autocast and transforms."""
+    """Return True for tensors that lie as torch's kernels need, outside autocast and transforms."""
     if torch.is_autocast_enabled(device) or in_transform(*tensors):
         return False
     return device != "cuda" or not any(each.data_ptr() % BYTES for each in tensors)

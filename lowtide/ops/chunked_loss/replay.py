@@ -1,4 +1,4 @@
-"""Keep the random generators' states and the autocast settings, to compute a chunk again in them."""
+"""Keep the random generators' states and the autocast settings, to compute a chunk again."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -66,7 +66,7 @@ class Replay:
         return first is not None and self._state(first) is not first
 
     def _state(self, last: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """Return the generators' states; if they are equal to `last`, return that, since each takes 5 KB."""
+        """Return the generators' states; return `last` if they equal it, since each takes 5 KB."""
         others = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
         now = (torch.get_rng_state(), *others)
         return last if last and all(torch.equal(*each) for each in zip(now, last)) else now

@@ -41,7 +41,7 @@ def merge_sums(out: Statistics, parts: Statistics, beta: float) -> None:
 
 
 def _merged(max_PC: Tensor, sum_PC: Tensor, out_max_C: Tensor, out_sum_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Write a head's maximum and sum; return each part's distance to the maximum, and share of the sum."""
+    """Write a head's maximum and sum; return each part's distance to the maximum, and its share."""
     absent_PC = sum_PC == 0  # no classes here, or a bias of -inf excludes all of them
     torch.amax(max_PC.masked_fill(absent_PC, -torch.inf), 0, out=out_max_C)
     shift_PC = (max_PC - out_max_C).masked_fill_(absent_PC, 0)

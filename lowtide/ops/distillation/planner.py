@@ -49,7 +49,7 @@ ALIGNMENT = 16  # decision 0034
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationPlan(Tiling):
-    """Hold every decision about one call; its weight gradient is a sum or formed by class blocks."""
+    """Hold every decision about one call; its weight gradient is a sum or of class blocks."""
 
     options: DistillationOptions
     needs_grad: Sequence[bool]
@@ -155,7 +155,7 @@ def _memory(
 
 
 def _rows_in_gradient(heads: Heads) -> int:
-    """Return the rows of both heads' float32 logits that fit in a half-precision gradient [V, D]."""
+    """Return the rows of both heads' float32 logits that fit in a 16-bit gradient [V, D]."""
     V, D = heads.student_weight.shape
     return V * D // 2 // (2 * padded(V, ALIGNMENT)) if V else 0
 
@@ -174,7 +174,7 @@ def _has_one_product(heads: Heads, dtype: torch.dtype, counts: ByteCounts) -> bo
 
 
 def _with_shard(counts: ByteCounts, options: DistillationOptions, features: int) -> ByteCounts:
-    """Return the counts with what heads take that are divided over ranks, as the loss's with_shard."""
+    """Return the counts with what heads divided over ranks take, as the loss's with_shard."""
     number = options.sum_dtype.itemsize
     gathered = (options.ranks + 1) * STATISTICS_OF_PART * number
     if options.tokens_sharded:

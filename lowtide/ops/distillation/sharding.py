@@ -1,9 +1,9 @@
 """Turn the arguments of a call whose classes are divided over ranks into this rank's tensors.
 
 Student and teacher are divided in the same way. linear_cross_entropy/sharding.py reads placements
-and groups, for one head at a time. With a student of `lowtide.shard_head`, ranks have tokens of their
-own. Its teacher is either of `lowtide.shard_head` too, or whole on each rank, which takes its own
-classes of it.
+and groups, for one head at a time. With a student of `lowtide.shard_head`, ranks have tokens of
+their own. Its teacher is either of `lowtide.shard_head` too, or whole on each rank, which takes its
+own classes of it.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ def own_heads(
     """Return this rank's heads, their place, and a function that makes a loss the caller's result.
 
     The function returns a DTensor if student_input is one, and takes the mean over ranks that have
-    tokens of their own. If no classes are divided, the place is None and the heads are those passed.
+    tokens of their own. If no classes are divided, the place is None and the heads are those
+    passed.
     """
     data_sharded = is_data_sharded(heads.student_weight)
     if data_sharded:
@@ -83,7 +84,7 @@ def own_heads(
 
 
 def _of_data_sharded(heads: Heads, division: Division) -> tuple[Heads, Division]:
-    """Return this rank's classes of a `lowtide.shard_head` student and of its teacher, and their place."""
+    """Return this rank's classes of a `lowtide.shard_head` student and its teacher; their place."""
     (x, weight, bias), (teacher_input, teacher_weight, teacher_bias) = heads.student, heads.teacher
     names = ("student_input", "teacher_input", "teacher_weight")
     check_tensors({name: getattr(heads, name) for name in names})
@@ -102,7 +103,7 @@ def _of_data_sharded(heads: Heads, division: Division) -> tuple[Heads, Division]
 
 
 def _own_part_of_teacher(name: str, parameter: Any, student_weight: Any, teacher_input: Tensor) -> Any:
-    """Return the part of a teacher's weight or bias that has the student's classes, without a gradient."""
+    """Return the part of a teacher's weight or bias for the student's classes, detached."""
     if parameter is None:
         return None
     if is_data_sharded(parameter) and parameter.device_mesh == student_weight.device_mesh:
@@ -124,7 +125,7 @@ def _own_part_of_teacher(name: str, parameter: Any, student_weight: Any, teacher
 
 
 def _check_parameter(name: str, parameter: Any) -> None:
-    """Raise for a parameter that FSDP2 or lowtide.shard_head divides, where ranks have their own tokens."""
+    """Raise for a parameter divided by FSDP2 or lowtide.shard_head, where ranks have own tokens."""
     check_whole(name, parameter)
     refuse_unreduced(name, parameter)
     check_gathered(name, parameter)

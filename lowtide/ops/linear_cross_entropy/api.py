@@ -67,10 +67,10 @@ def linear_cross_entropy(
     :math:`(1-\epsilon) \sum_v y_{iv} w_v (\mathrm{lse}(z_i) - z_{iv})`. `"sum"` adds the rows up.
     `"mean"` divides the sum by the total :math:`w_{t_i}` of the rows that count (for probabilities:
     by the number of rows), as :func:`torch.nn.functional.cross_entropy` does. If all rows are
-    ignored, the mean is NaN and its gradients are zero, as in torch. With a `normalizer` "mean" is the
-    sum divided by that number. Arguments that torch's own
-    ``linear_cross_entropy`` (2.13, without `options`) accepts give the same result here, also
-    without rows, features, classes or positions.
+    ignored, the mean is NaN and its gradients are zero, as in torch. With a `normalizer` "mean" is
+    the sum divided by that number. Arguments that torch's own ``linear_cross_entropy`` (2.13,
+    without `options`) accepts give the same result here, also without rows, features, classes or
+    positions.
 
     Shapes:
         input [..., D], linear_weight [V, D], target [...] or [..., V], linear_bias [V], weight [V],
@@ -209,8 +209,8 @@ def linear_cross_entropy(
     over one ignored row without a batch is NaN here; in torch it is 0 on CUDA and NaN everywhere
     else.
 
-    FSDP2: a sharded parameter is gathered once around the call, and its gradient reduced once behind
-    backward, whichever unit the head belongs to (docs/howto/distributed.md).
+    FSDP2: a sharded parameter is gathered once around the call, and its gradient reduced once
+    behind backward, whichever unit the head belongs to (docs/howto/distributed.md).
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, for sparse,
@@ -393,7 +393,7 @@ def _loss_of_positions(
     logits_shape: tuple[int, ...],
     **options: Any,
 ) -> Tensor:
-    """Compute a K-dimensional loss of a linear layer's parameters; those of FSDP2 are gathered first."""
+    """Compute a K-dimensional loss of a linear layer's parameters; gather those of FSDP2 first."""
     weight = by_class("linear_weight", linear_weight, logits_shape)
     bias = None if linear_bias is None else by_class("linear_bias", linear_bias, logits_shape)
     return linear_cross_entropy(input, weight, target, linear_bias=bias, **options)

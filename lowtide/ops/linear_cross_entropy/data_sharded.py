@@ -109,9 +109,9 @@ def takes_data_sharded_head(function: Function) -> Function:
 
 
 def check_mark(input: Any, linear_weight: Any) -> None:
-    """Raise for a copy of a data-sharded weight, whose ranks would count as having the same tokens."""
-    # A parameter is that of another head on this mesh. A DTensor says by its placements what the ranks
-    # have; a graph cannot look at a mesh's attributes.
+    """Raise for a copy of a data-sharded weight, whose ranks would seem to have the same tokens."""
+    # A parameter is that of another head on this mesh. A DTensor says by its placements what the
+    # ranks have; a graph cannot look at a mesh's attributes.
     if not is_dtensor(linear_weight) or is_dtensor(input):
         return
     if is_parameter(linear_weight) or torch.compiler.is_compiling():
@@ -253,6 +253,6 @@ class _MeanOfLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Check that the ranks are in backward of one loss, scaled alike: they share the head's gradient."""
+        """Check that the ranks are in backward of one loss, scaled alike, as they share dW."""
         gradient = agree_on_gradient(ctx.group.group_name, ctx.number, gradient)
         return gradient * ctx.group.size(), None

@@ -37,7 +37,7 @@ from lowtide.ops.linear_cross_entropy.operator import (
 
 
 class LogProbs(NamedTuple):
-    """Hold four results per row, in float32 (float64 for float64); ignored rows have 0, 0, 0 and -1."""
+    """Hold four float32 results per row (float64 for float64); ignored rows have 0, 0, 0, -1."""
 
     log_prob: Tensor
     """The target's log-probability: z_t - logsumexp(z)."""
@@ -98,7 +98,7 @@ def log_probs(
     linear_bias: Tensor | None = None,
     **given: Any,
 ) -> LogProbs:
-    """Return the log-probabilities; `given` are the fields of `Arguments` that are not of the loss."""
+    """Return the log-probabilities; `given` are the fields of `Arguments` beside the loss's."""
     arguments, input = Arguments(reduction="none", **given), inputs[0]
     check_tensors({"linear_weight": linear_weights[0]})
     check_head(linear_weights[0], sharded=arguments.shard is not None)

@@ -102,8 +102,8 @@ def sharded_call(
 ) -> ShardedCall:
     """Return this rank's part of a call; that of a head that is not sharded is the call itself.
 
-    `tensors` are the arguments in TENSORS, by name, and those with an entry for each row; those that
-    are not given are None.
+    `tensors` are the arguments in TENSORS, by name, and those with an entry for each row; those
+    that are not given are None.
     """
     numbers = (first_class, num_classes, segments)
     named = group is not None or numbers != (None, None, None) or tokens_sharded

@@ -106,7 +106,7 @@ def tokens_per_rank(
 
 
 def _device(*arguments: object) -> torch.device:
-    """Return the device of the first tensor among the arguments, on which the other ranks reduce."""
+    """Return the device of the first tensor argument, on which the other ranks reduce."""
     for each in tree_leaves(arguments):
         if isinstance(each, Tensor):
             return each.device
@@ -127,7 +127,7 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
 
 
 def _counts(target: Tensor | Sequence[Tensor], ignore_index: int | None, weight: Tensor | None) -> Tensor:
-    """Return how many targets count, or the sum of their class weights; and how many are no class."""
+    """Return how many targets count, or the sum of their weights; and how many are no class."""
     targets = _targets(target)
     named = {f"target[{k}]": each for k, each in enumerate(targets)}
     check_tensors(named if weight is None else named | {"weight": weight})

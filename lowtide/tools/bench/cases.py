@@ -78,8 +78,8 @@ class Case:
     def inputs(self, requires_grad: bool) -> Inputs:
         """Return hidden states, head and targets, equal in every run; logits have unit variance.
 
-        They are those of all classes and all tokens, also where these are divided. Each rank's tokens
-        have as many targets that count.
+        They are those of all classes and all tokens, also where these are divided. Each rank's
+        tokens have as many targets that count.
         """
         on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
         N = self.tokens * self.ranks if self.tokens_divided else self.tokens
@@ -121,7 +121,7 @@ def divided(case: Case, *, tokens: bool = False) -> Case:
 
 
 def own_inputs(case: Case, whole: Inputs) -> Inputs:
-    """Return the inputs with this rank's rows of the head alone, or with its tokens and the whole head."""
+    """Return the inputs with this rank's rows of the head alone, or its tokens and all the head."""
     input_ND, weight_VD, target_N = whole
     if case.tokens_divided:
         own_ND = input_ND.detach()[case.own_tokens].clone()
@@ -133,9 +133,10 @@ def own_inputs(case: Case, whole: Inputs) -> Inputs:
 
 
 def own_results(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the results with this rank's rows of dX and dW alone; the loss is the same on all ranks.
+    """Return the results with this rank's rows of dX and dW alone; all ranks have the same loss.
 
-    Where tokens are divided, dX is that of the rank's own loss, and the loss the mean of the ranks'.
+    Where tokens are divided, dX is that of the rank's own loss, and the loss the mean of the
+    ranks'.
     """
     scale = case.ranks if case.tokens_divided else 1
     grads = (grad_ND[case.own_tokens] * scale for grad_ND in results[1:2])

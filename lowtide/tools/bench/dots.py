@@ -24,7 +24,7 @@ def draw_dots(
     records: Sequence[Mapping[str, str]],
     path: Path,
 ) -> None:
-    """Draw the panels above each other; card, versions and dtypes below them are those of the records."""
+    """Draw the panels above each other; card, versions and dtypes below them are the records'."""
     looks = looks_of(name for panel in panels for name in panel.dots)
     with figures.figure(14, 3 + 2.2 * len(panels)) as figure:
         axes: list[Axes] = [*figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]]

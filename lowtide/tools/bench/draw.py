@@ -256,7 +256,8 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
     Places that are too near move apart from their middle.
     """
-    # For each group of places with the least gap: the sum of the starts that they ask for, and their number.
+    # For each group of places with the least gap: the sum of the starts that they ask for, and
+    # their number.
     groups: list[list[float]] = []
     for number, place in enumerate(places):
         groups.append([place - number * gap, 1])

@@ -48,9 +48,9 @@ class Attention(NamedTuple):
     tracked: bool = True
 
 
-# Handed on to torch's kernels; windows of Swin; short sequences with the bias of T5, and with that of
-# DeBERTa, which nothing shares; kernels of lowtide for a mask. Batches are few: the host takes as long
-# for them as for many.
+# Handed on to torch's kernels; windows of Swin; short sequences with the bias of T5, and with that
+# of DeBERTa, which nothing shares; kernels of lowtide for a mask. Batches are few: the host takes
+# as long for them as for many.
 ATTENTION_CALLS = {
     "cuda": {
         "handed on": Attention(1, 2, 64, 64),
@@ -87,14 +87,14 @@ class HostRow:
 
 
 def host_rows(shape: tuple[int, int, int], device: str, calls: int = CALLS) -> Iterator[HostRow]:
-    """Measure each operator at this shape, in turn with plain torch; yield each row as it is measured."""
+    """Measure each operator at this shape, in turn with plain torch; yield each row at once."""
     dtype = DTYPES[device]
     for name, call in operators(*shape, dtype, device).items():
         yield _row(name, shape, call, device, calls)
 
 
 def attention_host_rows(device: str, calls: int = CALLS) -> Iterator[HostRow]:
-    """Measure calls of attention, in turn with torch's function; yield each row as it is measured."""
+    """Measure calls of attention, in turn with torch's function; yield each row at once."""
     for name, case in ATTENTION_CALLS[device].items():
         call = attention(case, DTYPES[device], device)
         yield _row(name, (case.B * case.M, case.H * case.K), call, device, calls)
@@ -140,7 +140,7 @@ def attention(case: Attention, dtype: torch.dtype, device: str) -> Call:
 
 
 def operators(N: int, D: int, V: int, dtype: torch.dtype, device: str) -> dict[str, Call]:
-    """Return for each operator a call of it, the same in plain torch, and the tensors that are trained."""
+    """Return for each operator its call, the same in plain torch, and the tensors to be trained."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int, trained: bool = True, scale: float = 1.0) -> Tensor:

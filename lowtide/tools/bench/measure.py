@@ -1,19 +1,20 @@
 """Measure one row of the benchmark: a provider on a case, timed in turn with the floor.
 
-The floor is the work that no exact method can avoid: the step's own products (logits, dX, dW), chunk
-by chunk, back to back, in the dtype of the inputs. On a processor without units for half precision,
-the floor of half precision is computed in float32, if one try shows that this is faster. Floor and
-provider alternate in one process, so that both run at the same clocks, and the median of the rounds'
-ratios can be compared between runs and cards. `peak_bytes` is the peak beyond inputs, loss and
-gradients. Errors are relative Frobenius norms against products in float64, or in float32 for half
-precision where float64 would take too long.
+The floor is the work that no exact method can avoid: the step's own products (logits, dX, dW),
+chunk by chunk, back to back, in the dtype of the inputs. On a processor without units for half
+precision, the floor of half precision is computed in float32, if one try shows that this is faster.
+Floor and provider alternate in one process, so that both run at the same clocks, and the median of
+the rounds' ratios can be compared between runs and cards. `peak_bytes` is the peak beyond inputs,
+loss and gradients. Errors are relative Frobenius norms against products in float64, or in float32
+for half precision where float64 would take too long.
 
 Where features or classes are no multiple of 8, cuBLAS is slow, and an exact method may pad. Then a
 second floor, with both rounded up to multiples of 8, is timed in turn as well. Otherwise the two
 floors are the same.
 
 If the classes are divided over ranks, the floor is the products of all tokens with this rank's
-classes. Under FSDP2 it is the products of this rank's tokens with all classes, which is as much work.
+classes. Under FSDP2 it is the products of this rank's tokens with all classes, which is as much
+work.
 
 If a plain call is given, it is timed between the floor and each provider, and shows how much more
 time the provider takes. Providers then compute different things, so they have no errors; instead,
@@ -303,8 +304,8 @@ def alternate(
 ) -> list[list[float]]:
     """Return the milliseconds of each call in each round.
 
-    CUDA is timed between events, so that the host may run ahead. The card begins each round `lead_ms`
-    later than the host, so that it need not wait for the host where that takes longer.
+    CUDA is timed between events, so that the host may run ahead. The card begins each round
+    `lead_ms` later than the host, so that it need not wait for the host where that takes longer.
     """
     calls = tuple(calls)
     rounds_of_marks = []
@@ -360,7 +361,8 @@ def quantiles(values: list[float], *levels: float) -> list[float]:
 def ratio(spans: list[float], to: list[float]) -> float:
     """Return the median of the rounds' ratios.
 
-    Ratios are taken within a round, since clocks drift between rounds by more than what is compared.
+    Ratios are taken within a round, since clocks drift between rounds by more than what is
+    compared.
     """
     (median,) = quantiles([span / other for span, other in zip(spans, to, strict=True)], 0.5)
     return median

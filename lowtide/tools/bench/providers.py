@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
     run: Callable[[], tuple[Tensor, ...]]
     leaves: tuple[Tensor, ...]
-    """The tensors whose gradients a step asks for; none if `run` returns these behind its outputs."""
+    """The tensors whose gradients a step asks for; none if `run` returns these too."""
     upstream: tuple[Tensor, ...] | None = None
     """The gradient of each output; None for a loss that is one number."""
     losses: int = 1

@@ -153,7 +153,7 @@ def _attempted(case: StepCase, run: Callable[[], ResultT]) -> tuple[ResultT | No
 
 
 def _step(case: StepCase, model: Any, optimizer: torch.optim.Optimizer, provider: StepProvider) -> Tensor:
-    """Take a step of a provider, and return its loss. Each has the same tokens, each rank its own."""
+    """Take a step of a provider; return its loss. All have the same tokens, each rank its own."""
     generator = torch.Generator(case.device).manual_seed(case.rank)
     sizes = case.batch, case.length
     ids = torch.randint(model.config.vocab_size, sizes, generator=generator, device=case.device)

@@ -119,7 +119,7 @@ def render(rows: Sequence[Row]) -> Group:
 
 
 def reasons(rows: Iterable[Any]) -> list[Text]:
-    """Return a line for each provider and reason for which it did not run, with its cases if several."""
+    """Return a line for each provider and reason why it did not run, with its cases if several."""
     cases: dict[str, list[str]] = {}
     for row in rows:
         if row.figures is None:

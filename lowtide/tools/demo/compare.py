@@ -1,4 +1,4 @@
-"""Run the same training in the ways that are compared: both losses, or several ranks and one process.
+"""Run the same training in ways to compare: both losses, or several ranks and one process.
 
 The losses run one after the other, each in a process of its own.
 """

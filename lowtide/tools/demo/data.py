@@ -64,8 +64,8 @@ def batch(ids: Tensor, *, rows: int, context: int, seed: int, step: int) -> tupl
 
     They depend on (seed, step) alone, so that a resumed run reads the same data.
     """
-    # A generator uses 32 bits of its seed. With this stride, runs of two seeds read the same windows
-    # only after a million steps.
+    # A generator uses 32 bits of its seed. With this stride, runs of two seeds read the same
+    # windows only after a million steps.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(ids) - context, (rows, 1), generator=generator)
     windows = ids[starts + torch.arange(context + 1)].long()

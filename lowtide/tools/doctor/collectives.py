@@ -1,4 +1,4 @@
-"""Say what a call of a head that is divided over ranks moves: docs/howto/divided_head.md in figures.
+"""Say what a call of a head divided over ranks moves: docs/howto/divided_head.md in figures.
 
 Shapes: N tokens of all ranks, with those that fill up ranks that have fewer; D features.
 """
@@ -13,7 +13,7 @@ INDEX_BYTES = 8
 
 
 class Collective(NamedTuple):
-    """Hold what is issued `times` times in a step, with the bytes of a rank's part in all of them."""
+    """Hold what is issued `times` times in a step, with the bytes of a rank's part in all."""
 
     kind: str
     what: str

@@ -1,8 +1,8 @@
 """Run fifty calls on this machine, and compare values and gradients with torch in float64.
 
-Each case is a call of lowtide's and its definition in plain torch. The definition in float64, on the
-CPU, is the truth, and the definition in the case's own dtype, with logits and scores in float32, says
-how large an error may be.
+Each case is a call of lowtide's and its definition in plain torch. The definition in float64, on
+the CPU, is the truth, and the definition in the case's own dtype, with logits and scores in
+float32, says how large an error may be.
 
 Shapes: N tokens, D features, V classes; B sequences, M queries and keys, H heads, K features of a
 head.
@@ -20,7 +20,7 @@ import lowtide
 from lowtide import attn_bias, distillation, losses
 
 FACTOR = 4
-"""An error may be so many times that of plain torch, beside rounding; the tests have finer bounds."""
+"""An error may be so many times that of plain torch, beside rounding; tests are stricter."""
 
 Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensor]

@@ -2,8 +2,9 @@
 
 The answer is the same on every device and for every tile size. A score's 32 random bits are
 hash(row key xor column key). The keys are O(M + N) hashes, made here. A tile mixes 32-bit integers
-once for each score, in torch below and in triton_backend/kernels/tiles.py. The mixing is "lowbias32" of
-Chris Wellons' hash prospector (github.com/skeeto/hash-prospector), which is a bijection.
+once for each score, in torch below and in triton_backend/kernels/tiles.py. The mixing is
+"lowbias32" of Chris Wellons' hash prospector (github.com/skeeto/hash-prospector), which is a
+bijection.
 
 Shapes: B batches, H heads, M queries, N keys.
 """

@@ -65,7 +65,7 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _parse(arguments: Sequence[Any], saved: int = 0) -> tuple[Sequence[Any], Operands, Any, Options]:
-    """Return the arguments before the operands, the operands, what is asked for, and the options."""
+    """Return the arguments before the operands, the operands, what is asked for, and options."""
     end = saved + len(Operands._fields)
     operands, options = Operands(*arguments[saved:end]), Options(*arguments[end + 1 :])
     return arguments[:saved], operands, arguments[end], options

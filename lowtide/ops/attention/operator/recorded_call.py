@@ -44,7 +44,7 @@ class RecordedCall:
         self.forward, self.backward = Recorded(self._forward), Recorded(self._backward)
 
     def run(self, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-        """Return the result and the logsumexp, or None for tensors that the operators are to see."""
+        """Return the result and the logsumexp, or None for tensors that the operators must see."""
         if not (is_aligned(given) and seen_by_nobody(given)):
             return None
         if any(self.needs_grad):
@@ -55,13 +55,13 @@ class RecordedCall:
         return out, logsumexp
 
     def attend(self, given: tuple[Tensor | None, ...]) -> Any:
-        """Return the result, the logsumexp if it is asked for, and what backward needs beside them."""
+        """Return the result, the logsumexp if asked for, and what backward needs beside them."""
         assert given[0] is not None
         with torch.cuda.device_of(given[0]):
             return self.forward(self._pieces(), *given)
 
     def gradients(self, *saved: Tensor | None) -> Any:
-        """Return the gradients of what was given, from both upstream gradients and what was saved."""
+        """Return the gradients of what was given, from both upstream gradients and the saved."""
         assert saved[2] is not None
         if not (is_aligned(saved) and seen_by_nobody(saved)):
             return self._backward(*saved, by_operator=True)

@@ -15,8 +15,8 @@ NUMBERS = 1 << 31
 
 # Torch 2.11 caches cuDNN's plans by the strides of query, key and value, and ignores those of the
 # output and its gradient. A plan made for other strides misreads them without an error. The rate of
-# dropout is in the cache's key, so with -0.0 our calls share no plan with other code of the program.
-# Among our calls the ignored strides follow the query's.
+# dropout is in the cache's key, so with -0.0 our calls share no plan with other code of the
+# program. Among our calls the ignored strides follow the query's.
 NO_DROPOUT = -0.0
 
 
@@ -64,7 +64,7 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def readable_in(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the tensor, or a copy in these strides, which are those of a tensor of torch's kernels."""
+    """Return the tensor, or a copy in these strides, which a tensor of torch's kernels has."""
     if tensor.device.type != "cuda" or (tensor.stride() == strides and is_aligned(tensor)):
         return tensor
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -31,7 +31,8 @@ class Blockwise:
         self.size = sizes(operands)
         self.dtype, self.device = operands.sum_dtype, operands.device
         self.shape = tile_shape(self.size)
-        # For each tile of queries: the first key that its first and last rows see, and the end of their keys.
+        # For each tile of queries: the first key that its first and last rows see, and the end of
+        # their keys.
         self.limits: dict[int, tuple[int, int, int, int]] = {}
         if operands.first is not None and operands.end is not None:
             firsts, ends = operands.first.tolist(), operands.end.tolist()

@@ -1,4 +1,4 @@
-"""Divide the scores into tiles, address a tile's operands, and find the tiles that a mask leaves visible.
+"""Divide the scores into tiles, address a tile's operands, and find the tiles that a mask shows.
 
 A tile has some heads (a chunk), some rows of queries and some columns of keys.
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lowtide.ops.attention.definition.operands import Sizes
 
-# Scores in a tile. A tile of this size stays in a core's own cache from one pass to the next, and is
-# large enough that the call of a torch operation takes little time beside it.
+# Scores in a tile. A tile of this size stays in a core's own cache from one pass to the next, and
+# is large enough that the call of a torch operation takes little time beside it.
 TILE = 1 << 18
-# A tile's sides, if there are so many queries (of all R heads) and keys. Products of this size run at
-# full speed.
+# A tile's sides, if there are so many queries (of all R heads) and keys. Products of this size run
+# at full speed.
 SIDE = 512
 
 
@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
         return tensor_BHMX[self.batches, self.heads, rows]
 
     def packed(self, tensor_BHMX: Tensor, rows: slice) -> Tensor:  # [c, r, X]
-        """Return these rows in the dtype of the products, with the query heads of a key head stacked."""
+        """Return these rows in the products' dtype, with the query heads of a key head stacked."""
         part = self.of_rows(tensor_BHMX, rows)
         dtype = self.dtype if part.is_floating_point() else part.dtype
         return part.to(dtype).reshape(self.c, self.R * part.shape[2], part.shape[3])

@@ -51,7 +51,7 @@ class Switches(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """Hold the tensors and constants of one call that its kernels take, or those of some batches."""
+    """Hold the tensors and constants of one call that its kernels take, or of some batches."""
 
     size: Sizes
     dtype: torch.dtype
@@ -134,8 +134,8 @@ class KernelCall(NamedTuple):
     def split(self, heads: slice, key_heads: slice, loaded_once: Sequence[str] = ()) -> "KernelCall":
         """Return the call with operands of these heads only, split into pieces.
 
-        If operands are not split, the call stays as it is, with all heads. loaded_once names operands
-        that kernels split themselves, since a program loads them once.
+        If operands are not split, the call stays as it is, with all heads. loaded_once names
+        operands that kernels split themselves, since a program loads them once.
         """
         if self.pieces == 1:
             return self
@@ -215,7 +215,7 @@ def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
 
 
 def strides_of(tensor: Tensor | None) -> Strides:
-    """Return the strides that a kernel takes: those of pieces have the first one last; None has zeros."""
+    """Return the strides that a kernel takes: of pieces with the first one last; of None zeros."""
     if tensor is None:
         return 0, 0, 0, 0
     strides = tensor.stride()

@@ -47,8 +47,8 @@ ROWS = 64
 # The most queries and keys for which a bias's gradient is summed from scores computed again, and
 # the fewest problems for one program each (decision 0061).
 LONGEST, PROBLEMS = 1024, 528
-# In half precision a bias of at most so many scores is summed so if heads alone share it: strips of so
-# few scores leave the card idle (decision 0065).
+# In half precision a bias of at most so many scores is summed so if heads alone share it: strips of
+# so few scores leave the card idle (decision 0065).
 FEW_SCORES = 1 << 24
 # Strips of fewer programs leave the card idle: then scores are computed again.
 FEWEST_PROGRAMS = 192
@@ -171,7 +171,7 @@ def _row_terms(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Te
 
 
 def _confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
-    """Replace row_terms in float32 where rows are confident, in the arithmetic of a kernel of scores.
+    """Replace row_terms in float32 where rows are confident, in the arithmetic of a scores' kernel.
 
     `call` has its operands as that kernel reads them. Two pieces, for TF32, err by more than delta.
     """
@@ -323,7 +323,7 @@ def _leaves_idle(call: KernelCall, stores: Stored) -> bool:
 
 
 def _key_value_gradients(call: KernelCall) -> None:
-    """Compute dk and dv from scores that are computed again, some key heads at a time if in pieces."""
+    """Compute dk and dv from scores computed again, some key heads at a time if in pieces."""
     size, together = call.size, call.find_tile("key and value")
     groups, loaded_once = size.G, ("key", "value") if together else ()
     if call.pieces > 1:

@@ -13,8 +13,8 @@ from lowtide.ops.attention.triton_backend.launch import KernelCall
 
 # With fewer keys there is little to divide among programs.
 FEWEST_KEYS = 1024
-# Programs that an H200 runs at once. If there are fewer key heads, the keys of each are divided into
-# parts, as many as make so many programs.
+# Programs that an H200 runs at once. If there are fewer key heads, the keys of each are divided
+# into parts, as many as make so many programs.
 PROGRAMS = 264
 # Rows of a program that merges parts.
 ROWS = 8

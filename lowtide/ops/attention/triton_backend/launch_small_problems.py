@@ -1,4 +1,4 @@
-"""Launch the kernels for many small problems (small_problems.py) and for a short bias (short_bias.py).
+"""Launch the kernels for many small problems (small_problems.py) and a short bias (short_bias.py).
 
 Shapes: B batches; H heads; M queries, N keys; K features of queries and keys, E of values.
 """
@@ -19,7 +19,8 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile
 
 # With fewer problems most multiprocessors of the card are idle, however fast a program is.
 FEWEST = 264
-# The most programs of forward and of backward. An H200's multiprocessor runs two of backward at once.
+# The most programs of forward and of backward. An H200's multiprocessor runs two of backward at
+# once.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, 264
 # The most programs for the gradient of a bias that batches share and that has fewer tiles: each run
 # of programs sums over a part of the batches.

@@ -80,9 +80,9 @@ FEWEST_FEATURES = 32
 
 # Each kernel has pairs (most features, tile sizes); of a call's features the larger of K and E
 # counts, and the first pair that allows as many is taken. In float32 every kernel but "query"
-# multiplies pieces (bf16_split.py): "NAME of 2 pieces" is looked up before NAME. One kernel computes
-# the gradients of key and value as long as the sums of both fit into its registers. With more
-# features each has a kernel of its own, or the key's gradient is a product of stored scores.
+# multiplies pieces (bf16_split.py): "NAME of 2 pieces" is looked up before NAME. One kernel
+# computes the gradients of key and value as long as the sums of both fit into its registers. With
+# more features each has a kernel of its own, or the key's gradient is a product of stored scores.
 Table = dict[str, tuple[tuple[int, TileSizes], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {
@@ -216,8 +216,8 @@ def find_tile(
     """Return the tile of a kernel, or None if it has no tile for so many features.
 
     pieces: of each operand. half: operands have 16 bits. row_bias_bytes: of one number of a bias
-    that differs between queries, whose tiles need room; 0 without such a bias. narrow: of no operand
-    are the rows neighbours in memory. step: what divides K, E and where each row begins.
+    that differs between queries, whose tiles need room; 0 without such a bias. narrow: of no
+    operand are the rows neighbours in memory. step: what divides K, E and where each row begins.
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)

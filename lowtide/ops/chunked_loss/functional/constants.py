@@ -169,8 +169,8 @@ class _Members:
             member = vars(owner)[name]
             function = _function(member)
             if function is not None:
-                # Of the methods of torch's classes, follow only those in ENTRIES, which compute: the others
-                # have names that tensors have as well.
+                # Of the methods of torch's classes, follow only those in ENTRIES, which compute:
+                # the others have names that tensors have as well.
                 if name in ENTRIES or _package(function.__module__) not in SKIPPED:
                     self.methods.append(function)
                     waiting |= _names(function.__code__) - seen

@@ -58,7 +58,7 @@ class VocabShard(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Hold the options of a call as the caller gave them; input, weight, bias and target are apart."""
+    """Hold a call's options as the caller gave them; input, weight, bias and target are apart."""
 
     logit_scale: float | Tensor | None = None
     softcap: float | None = None
@@ -267,13 +267,13 @@ def number_beside(tensor: Tensor, number: float | Tensor) -> Tensor:
         number = number.to(dtype)  # A product of two 0-d tensors would have the wider dtype.
         if number.device == tensor.device:
             return number
-    # A product takes a number, or one in the CPU's memory, along without waiting for the device. Not
-    # torch.full: torch.compile would make a graph of its own for every value.
+    # A product takes a number, or one in the CPU's memory, along without waiting for the device.
+    # Not torch.full: torch.compile would make a graph of its own for every value.
     return torch.ones((), dtype=dtype, device=tensor.device) * number
 
 
 def normalized(total: Tensor, normalizer: float | Tensor) -> Tensor:
-    """Return the total over the normaliser; where that is 0, NaN with a gradient of 0, as a mean has."""
+    """Return the total over the normaliser; where that is 0, NaN with a gradient of 0."""
     count = normalizer_of(normalizer, total)
     assert count is not None
     nothing = count == 0

@@ -39,7 +39,7 @@ def check_arguments(
     linear_bias: Tensor | None,  # [V]
     arguments: Arguments,
 ) -> None:
-    """Check the tensors of a call, but those of its rows, and the options that each function takes."""
+    """Check the tensors of a call, but those of its rows, and the options of each function."""
     weight, logit_scale = arguments.weight, arguments.logit_scale
     if len(inputs) != len(linear_weights) or not inputs:
         raise ArgumentError(
@@ -152,7 +152,7 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Return True for a tensor whose numbers the CPU has, outside of graphs, transforms and modes."""
+    """Return True for a tensor whose numbers the CPU has, outside graphs, transforms and modes."""
     plain = type(tensor) is Tensor and tensor.device.type == "cpu"  # a fake one has a type of its own
     traced = torch.compiler.is_compiling() or torch_private.dispatch_modes() > 0
     return plain and not traced and not in_transform(tensor)

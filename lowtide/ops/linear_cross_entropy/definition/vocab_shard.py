@@ -17,7 +17,7 @@ def classes_of_rank(mesh: Any, num_classes: int, dimension: int = 0) -> slice:
 
 
 def least(first: Any, second: Any) -> Any:
-    """Return the smaller number; of symbols torch returns a symbol, and no graph takes that call."""
+    """Return the smaller number; of symbols torch returns a symbol, and no graph takes it."""
     return torch.sym_min(first, second) if _symbolic(first, second) else min(first, second)
 
 

@@ -28,16 +28,16 @@ from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 
 
 def own_places(coefs: RowCoefs, first_class: int, classes: int) -> RowCoefs:
-    """Return the coefficients with each target as a place among this rank's classes; -1 elsewhere."""
+    """Return the coefficients with each target as a place among this rank's classes, or -1."""
     place_N = coefs.target_N - first_class
     return replace(coefs, target_N=place_N.masked_fill_((place_N < 0) | (place_N >= classes), -1))
 
 
 def first_references(logit_C: Tensor, sampled_C: Tensor, row: RowCoefs) -> Tensor:
-    """Return each row's first reference: the target's logit, or a large one if another rank has the target.
+    """Return each row's first reference: the target's logit, or a large one if another rank has it.
 
-    That is the largest logit of a few sampled classes. In such rows `logit_C` becomes -inf, in place.
-    `row` comes from `own_places`.
+    That is the largest logit of a few sampled classes. In such rows `logit_C` becomes -inf, in
+    place. `row` comes from `own_places`.
     """
     elsewhere_C = row.target_N < 0
     logit_C.masked_fill_(elsewhere_C, -torch.inf)
@@ -66,8 +66,8 @@ def begin_merge(
 
     The function writes to `out`, and returns exp(r_p - r), [C]. `row` comes from `own_places`.
     `logit_C` has the targets' logits; only rows whose target is on this rank are read.
-    `smooth_logit_C` is sum_v w_v z_v of this rank's classes. `formulas` is the module that has `pack`
-    and `merge`: this one or excluded_part_stats_triton.py.
+    `smooth_logit_C` is sum_v w_v z_v of this rank's classes. `formulas` is the module that has
+    `pack` and `merge`: this one or excluded_part_stats_triton.py.
     """
     own_KC = formulas.pack(part, logit_C, row, first_class, smooth_logit_C)
     gathered = gather_parts(own_KC[None], agreement)
@@ -83,8 +83,8 @@ def pack(
 ) -> Tensor:  # [K, C]
     """Return the numbers of each row that this rank sends."""
     own_C = row.target_N >= 0
-    # If all of a rank's exponentials are 0, ignore its reference. But keep an infinite one: it means
-    # that some logit is infinite, so that the loss is NaN.
+    # If all of a rank's exponentials are 0, ignore its reference. But keep an infinite one: it
+    # means that some logit is infinite, so that the loss is NaN.
     absent_C = (part.max_N == -torch.inf) | row.ignored_N
     if part.mean_N is None:
         absent_C |= (part.sum_N == 0) & (part.max_N < torch.inf)

@@ -1,4 +1,4 @@
-"""Compute what excluded_part_stats.py does for a loss, a launch for each of its functions, in Triton.
+"""Compute what excluded_part_stats.py does for a loss in Triton, a launch for each function.
 
 Torch takes two dozen launches for some, and the device has no other work to do meanwhile.
 

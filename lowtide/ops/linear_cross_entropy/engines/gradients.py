@@ -78,7 +78,8 @@ def allocate(
         return allocate_one(like, shape, factor, **options)
 
     def of_input(input: Tensor, weight: Tensor) -> PendingGradient:
-        # If the head is sharded, no rank knows the largest weight, so the gradient is kept as a sum.
+        # If the head is sharded, no rank knows the largest weight, so the gradient is kept as a
+        # sum.
         summed = keeps_input_sum(input, plan.options)
         headroom: int | Tensor = FP16_EXPONENT
         if input.dtype == torch.float16 and not summed:
@@ -121,8 +122,8 @@ def allocate_one(
 ) -> PendingGradient:
     """Allocate the gradient of `like`, and split its factor into what is applied and what remains.
 
-    `summed`: it stays a sum until backward. `final`: no upstream gradient follows. `by_row`: each of
-    its rows is multiplied by a factor anyway, and the shared factor is applied with that one.
+    `summed`: it stays a sum until backward. `final`: no upstream gradient follows. `by_row`: each
+    of its rows is multiplied by a factor anyway, and the shared factor is applied with that one.
     """
     kept = sum_dtype if summed else like.dtype
     make = torch.zeros if zero else torch.empty
@@ -141,7 +142,7 @@ def _waits(dtype: torch.dtype, kept: torch.dtype, sum_dtype: torch.dtype, *, by_
 def factor_remains(
     dtype: torch.dtype, kept: torch.dtype, sum_dtype: torch.dtype, *, by_row: bool = False
 ) -> bool:
-    """Return True if `allocate_one` leaves a factor for backward, of a gradient kept in this dtype."""
+    """Return True if `allocate_one` leaves a factor for backward, of a gradient in this dtype."""
     return dtype == torch.float16 or _waits(dtype, kept, sum_dtype, by_row=by_row)
 
 

@@ -125,7 +125,8 @@ class LossEngine(Engine):
 def make_rows(plan: "Plan", head: Head, labels: Labels) -> RowLoss:
     """Return the rows of a call; modules that import Triton are imported only here."""
     kind, call_kind = RowLoss, plan.call_kind
-    # Ranks exchange target weights, if other ranks have some of the tokens, or of the classes' weights.
+    # Ranks exchange target weights, if other ranks have some of the tokens, or of the classes'
+    # weights.
     asks = plan.agreement is not None and (plan.options.tokens_sharded or call_kind.class_weights)
     if plan.backend == "triton" and not asks and not call_kind.probabilities:
         from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss as kind

@@ -33,8 +33,8 @@ class RowLoss:
 
     On the CPU these are the rows that are not ignored. On CUDA they are all rows, because counting
     would wait for the device; `counted_rows` holds their order if ignored rows are skipped. Where
-    ranks have tokens of their own they are all rows, too, and those of `cleared_N` are to be read as
-    zeros.
+    ranks have tokens of their own they are all rows, too, and those of `cleared_N` are to be read
+    as zeros.
     """
 
     def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:

@@ -3,7 +3,8 @@
 Plain torch takes some thirty launches of a few numbers each, and a small call waits for them.
 row_math.py has the formulas. Sums have a fixed order.
 
-With label smoothing e and z-loss l, target_share is 1 - e, smoothing_share is e/V, and lse_share 2 l.
+With label smoothing e and z-loss l, target_share is 1 - e, smoothing_share is e/V, and
+lse_share 2 l.
 
 Shapes: N tokens, V classes.
 """

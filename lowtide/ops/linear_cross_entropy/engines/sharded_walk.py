@@ -2,8 +2,8 @@
 
 A chunk's statistics are gathered while the logits of the next chunk are computed, and its input
 gradient is summed over the ranks while the next chunk's products run. So two chunks of logits exist
-at a time. In each chunk the input gradient is computed before the weight gradient, so that it can be
-summed over the ranks meanwhile.
+at a time. In each chunk the input gradient is computed before the weight gradient, so that it can
+be summed over the ranks meanwhile.
 
 Shapes: C tokens of a chunk, D features, V classes of this rank.
 """
@@ -35,9 +35,9 @@ def walk_tokens(
     ]
     sums = [choose_accumulator(plan, k, dw) for k, dw in enumerate(gradients.weights)]
     gradient = any(each is not None for each in (*summed, *sums, gradients.bias, gradients.scale))
-    # This rank may form dW by blocks of classes, elsewhere, and other ranks may not. It takes part here
-    # if statistics are gathered. Otherwise it leaves if it forms no gradient here: then no rank sums an
-    # input gradient, which all ranks would form here.
+    # This rank may form dW by blocks of classes, elsewhere, and other ranks may not. It takes part
+    # here if statistics are gathered. Otherwise it leaves if it forms no gradient here: then no
+    # rank sums an input gradient, which all ranks would form here.
     if not take_stats and not gradient:
         return
     in_turn = [*chunks_of(engine)]

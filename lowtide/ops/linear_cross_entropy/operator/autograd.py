@@ -165,7 +165,7 @@ def _arguments(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...
 
 
 def _telling_errors(ctx: Any) -> contextlib.AbstractContextManager[None]:
-    """Tell the ranks of a sharded head, which wait in a backward of their own, of an error in this one."""
+    """Tell the ranks of a sharded head, each waiting in its backward, of an error in this one."""
     if not ctx.options.group or torch.compiler.is_compiling():
         return contextlib.nullcontext()
     return agreement.telling_errors(ctx.options.group)

@@ -10,8 +10,8 @@ Each operator runs the engine in its options and chooses nothing. A backward fro
 the engine that made them; the statistics name it (engines/saved_stats.py).
 
 A pending gradient is two tensors: the sum of the products, or that sum rounded, and the factor
-still to be applied, empty for 1. Only the wanted gradients are returned, in the order of Head's tensors. The
-first operator also takes the head of a K-dimensional loss, for a mean or sum.
+still to be applied, empty for 1. Only the wanted gradients are returned, in the order of Head's
+tensors. The first operator also takes the head of a K-dimensional loss, for a mean or sum.
 
 fake.py registers the shapes of the outputs, autograd.py the derivatives.
 
@@ -345,7 +345,7 @@ def _planned(
 
 
 def _nan_where(differ: Tensor, head: Head, labels: Labels, options: Options) -> tuple[Head, Labels]:
-    """Make the results NaN if `differ` is True: by a scale, weights, or targets that are no class."""
+    """Make the results NaN if `differ` is True: by a scale, weights or targets of no class."""
 
     def marked(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():

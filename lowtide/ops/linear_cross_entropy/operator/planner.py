@@ -85,8 +85,8 @@ def choose_engine(call: Call) -> Choice:
 def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
     """Return why the engine of float32 logits runs a call of few tokens in place of exponentials.
 
-    That engine must form dW by a single GEMM, too (logits/one_product.py). A divided head forms none
-    so. Its ranks choose by what all of them know, and have tokens and classes of their own.
+    That engine must form dW by a single GEMM, too (logits/one_product.py). A divided head forms
+    none so. Its ranks choose by what all of them know, and have tokens and classes of their own.
     """
     head, options = call.head, call.options
     if options.sharded or head.by_position or not may_depend_on_tokens(head.tokens):
@@ -102,7 +102,7 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
 
 
 def _few_tokens_seconds(call: Call) -> float | None:
-    """Return the predicted seconds of a call; None if it does not fit, or logits form dW otherwise."""
+    """Return the predicted seconds of a call; None if it does not fit, or forms dW otherwise."""
     engine = call.options.engine
     _, workspace, counts = _memory(call)
     if workspace < counts.smallest_workspace:
@@ -128,7 +128,7 @@ def few_tokens(head: Head) -> bool:
 
 
 def readable(head: Head, options: Options, call_kind: CallKind) -> Head:
-    """Copy each operand that the engine cannot read in its layout; raise if the engine cannot run here."""
+    """Copy each operand whose layout the engine cannot read; raise if it cannot run here."""
     copied = unreadable_operands(head, options, call_kind)
     if not any(copied):
         return head
@@ -204,7 +204,7 @@ def peak_bytes(head: Head, options: Options, call_kind: CallKind) -> int:
 def predicted_seconds(
     head: Head, options: Options, call_kind: CallKind, ignored: float = 0.0
 ) -> float | None:
-    """Return the predicted seconds of loss and gradients on an H200; None if no model knows the call.
+    """Return the predicted seconds of loss and gradients on an H200; None if no model knows it.
 
     The model knows the exponentials engine, with gradients of one input and its weight. `ignored`
     is the share of ignored rows; it counts where these are skipped.

@@ -1,4 +1,4 @@
-"""Run a loss like an earlier one straight by its engine, without checks, decisions and the dispatcher.
+"""Run a loss like an earlier one straight by its engine: no checks, decisions or dispatcher.
 
 To check, to decide and to pass torch's dispatcher takes the host longer than a small call takes the
 device. All of it follows from what a signature holds (types, shapes, strides, dtypes, devices,
@@ -39,7 +39,8 @@ class Entry:
     def __init__(self, plan: Plan, needs_grad: tuple[bool, ...]) -> None:
         from lowtide.core.recording.recorded import Recorded, is_aligned  # imports Triton
 
-        # True for input and weight if they get gradients; then False for bias and scale, which are absent.
+        # True for input and weight if they get gradients; then False for bias and scale, which are
+        # absent.
         self.plan, self.needs_grad = plan, needs_grad
         self.recorded, self.is_aligned = Recorded(self._compute), is_aligned
 

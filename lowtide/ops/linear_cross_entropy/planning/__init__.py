@@ -1,4 +1,4 @@
-"""Decide by shapes, dtypes and the device which engine can run a call, and in what sizes and memory.
+"""Decide by shapes, dtypes and device which engine can run a call, and in what sizes and memory.
 
 Nothing here reads the values of tensors or launches a kernel, apart from `agreement` and
 `equal_values`.

@@ -80,7 +80,7 @@ class Agreement:
     order_P: Tensor | None
     """The place of each part among those gathered, in the order of classes; None if it is that."""
     number: int
-    """The number of this call, the same on all ranks; a later call of the group has a larger one."""
+    """The number of this call, the same on all ranks; a group's later call has a larger one."""
     upstream: tuple[bool, ...]
     """True for each result that has an upstream gradient on some rank, in a backward."""
     differ: Tensor | None
@@ -187,11 +187,11 @@ def raising_together(name: str) -> Iterator[None]:
 
 
 def agree_on_gradient(name: str, number: int, gradient: Tensor) -> Tensor:
-    """Return the upstream gradient of a loss that the ranks share, if it is the same on all of them.
+    """Return the upstream gradient of a loss that the ranks share, if it is the same on all.
 
-    `number` is that of the call in the group. If calls or gradients differ, all ranks raise. To read
-    a gradient on a device, the host would have to wait. There the gradient becomes NaN if it differs,
-    and a later call raises.
+    `number` is that of the call in the group. If calls or gradients differ, all ranks raise. To
+    read a gradient on a device, the host would have to wait. There the gradient becomes NaN if it
+    differs, and a later call raises.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # slow to import
 
@@ -236,7 +236,7 @@ def facts_of(head: Head, labels: Labels, options: Options, call_kind: CallKind) 
 def equal_tensors_of(
     head: Head, labels: Labels, options: Options, call_kind: CallKind
 ) -> dict[str, Tensor | None]:
-    """Return the tensors whose numbers must be equal on all ranks of a call of the loss, by name."""
+    """Return the tensors whose numbers must be equal on all ranks of a call, by name."""
     tensors = {"normalizer": labels.normalizer, "logit_scale": head.scale}
     if options.tokens_sharded:
         return tensors

@@ -82,7 +82,7 @@ class ClassBlocks:
         return rows * (self.row + max(partials, self.statistics)) + at_once * self.product
 
     def of_block(self, rows: int, classes: int, stored: int = 0) -> int:
-        """Return the bytes of the second sweep with these sizes, of which `stored` tokens are at once."""
+        """Return the bytes of the second sweep with these sizes, `stored` tokens of it at once."""
         own = rows * (classes + 8) * self.exponential + classes * self.class_sum
         return own + max(rows, stored) * self.gradient_row
 
@@ -118,7 +118,7 @@ class ByteCounts:
     packed_sum_20: int = 0
     """The same with 20 bits, where `packed_sum` is with 24; 0 if there is only one form."""
     one_product_row: int = 0
-    """Bytes per token of a chunk of all tokens whose dW is a single GEMM; 0 if there is no such GEMM."""
+    """Bytes per token of a chunk of all tokens whose dW is a single GEMM; 0 without such a GEMM."""
     target_rows_bytes: int = 0
     """Bytes of the target classes' rows beside a single GEMM; freed before the dX GEMM."""
     partials_bytes: int = 0

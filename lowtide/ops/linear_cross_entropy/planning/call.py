@@ -13,8 +13,8 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 # In this order: logits/engine.py with softmax_torch.py; the same with softmax_triton.py;
 # exponentials/engine.py; soft_targets/engine.py; cpu_exponentials/engine.py. Each saves row
 # statistics of its own: those of "exponentials" and "cpu_exponentials" exclude the target from a
-# row's sum. Append new engines at the end: the shape of saved statistics tells an engine's place here,
-# and caches of compiled graphs keep these shapes.
+# row's sum. Append new engines at the end: the shape of saved statistics tells an engine's place
+# here, and caches of compiled graphs keep these shapes.
 ENGINES = ("logits_torch", "logits_triton", "exponentials", "soft_targets", "cpu_exponentials")
 
 
@@ -83,8 +83,8 @@ class Call(NamedTuple):
         """Return the number of classes for which sizes are chosen.
 
         For a sharded head it is no smaller than that of the other ranks, if classes are divided
-        evenly. With segments it is that of all classes, so that chunks do not depend on the number of
-        ranks.
+        evenly. With segments it is that of all classes, so that chunks do not depend on the number
+        of ranks.
         """
         options = self.options
         if not options.sharded:

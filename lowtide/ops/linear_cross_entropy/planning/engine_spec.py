@@ -12,7 +12,7 @@ class EngineSpec(NamedTuple):
     """Say which calls an engine runs, and what it holds meanwhile."""
 
     unsupported_reason: Callable[[Call, str], str | None]
-    """Return why the engine cannot run a call on a backend, in words of `lowtide doctor`, or None."""
+    """Return why the engine cannot run a call on a backend, as `lowtide doctor` says, or None."""
     memory: Callable[[Call, OperandAccess], ByteCounts]
     """Return the bytes that each part of a call takes."""
     takes_shards: bool = False

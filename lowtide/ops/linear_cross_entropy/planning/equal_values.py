@@ -46,10 +46,10 @@ def differ(group: Group, tensors: dict[str, Tensor]) -> Tensor:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash of the tensor's bits and their places, as a 0-d integer.
 
-    The hash is the sum, modulo 2^64, of each number's bits times a factor that depends on its place.
-    The factors look random, and at most 32 bits are taken at a time. So two tensors that differ have
-    the same hash with a probability of 2^-32 if they differ in the highest of these bits alone, and
-    with a smaller one otherwise.
+    The hash is the sum, modulo 2^64, of each number's bits times a factor that depends on its
+    place. The factors look random, and at most 32 bits are taken at a time. So two tensors that
+    differ have the same hash with a probability of 2^-32 if they differ in the highest of these
+    bits alone, and with a smaller one otherwise.
     """
     number = INTEGERS.get(tensor.element_size(), torch.int32)
     bits_n = tensor.detach().flatten().contiguous().view(number)
@@ -59,7 +59,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def differed(group: Group) -> list[str]:
-    """Return the names of tensors that differed in an earlier call of the group, if this host knows it."""
+    """Return the names of tensors that differed in the group's earlier calls, if known here."""
     answers = _answers.get(group.group, []) if group.size > 1 else []
     if _captured():  # while a graph is captured, the host may not query an event
         return []
@@ -72,7 +72,7 @@ def differed(group: Group) -> list[str]:
 
 
 def raise_difference(group: Group, names: list[str]) -> None:
-    """Raise for what differed in an earlier call, and read no other answer of the group's calls so far."""
+    """Raise for what differed in an earlier call, and read no other answer of the group so far."""
     _answers.pop(group.group, None)
     raise ArgumentError(f"{sentence(names[0])} (in an earlier call, whose results are NaN)")
 

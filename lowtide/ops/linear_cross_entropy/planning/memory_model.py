@@ -1,4 +1,4 @@
-"""Count the bytes of a call that engines have in common; spec.py in an engine's folder adds its own.
+"""Count the bytes of a call that engines have in common; an engine's own spec.py adds to them.
 
 Shapes: N tokens, D features (of the first linear term; D_k of term k), V classes.
 """
@@ -17,8 +17,8 @@ from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
 STATISTICS = 24  # numbers per token of a chunk: row statistics and their temporaries
-# Numbers per token for each part of the classes whose statistics are gathered, including the temporaries
-# of their merge.
+# Numbers per token for each part of the classes whose statistics are gathered, including the
+# temporaries of their merge.
 STATISTICS_OF_PART = 16
 # Engines whose row statistics exclude the target, and the classes whose largest logit is a row's
 # first reference on a rank without the target.
@@ -28,10 +28,10 @@ EXCLUDING, SAMPLED_CLASSES = ("exponentials", "cpu_exponentials"), 64
 def with_shard(counts: ByteCounts, call: Call) -> ByteCounts:
     """Return the counts with what a sharded head takes; those of another are unchanged.
 
-    Two chunks are held, what the ranks gather, and in torch a copy of the logits for the statistics.
-    On a card the exponentials engine holds one chunk, and its rows of dX in float32. If tokens are
-    sharded, those of three chunks are held, and no class block can be formed: it would gather all
-    tokens once more.
+    Two chunks are held, what the ranks gather, and in torch a copy of the logits for the
+    statistics. On a card the exponentials engine holds one chunk, and its rows of dX in float32. If
+    tokens are sharded, those of three chunks are held, and no class block can be formed: it would
+    gather all tokens once more.
     """
     if not call.options.sharded:
         return counts
@@ -48,8 +48,8 @@ def with_shard(counts: ByteCounts, call: Call) -> ByteCounts:
         counts,
         token_bytes=chunks + gathered + kept,
         weight_sum=0 if call.options.tokens_sharded else counts.weight_sum,
-        # The chunks are those that the ranks agree on, so no GEMM can count on all tokens, no sum on
-        # few chunks, and chunks take all classes at a time.
+        # The chunks are those that the ranks agree on, so no GEMM can count on all tokens, no sum
+        # on few chunks, and chunks take all classes at a time.
         one_product_row=0,
         target_rows_bytes=0,
         packed_sum_20=0,

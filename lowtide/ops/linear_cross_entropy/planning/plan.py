@@ -33,7 +33,7 @@ class Plan(Tiling):
     See exponentials/linear_term.py.
     """
     skips_ignored: bool = False
-    """True if rows are put in an order in which ignored ones come last, and kernels end before those."""
+    """True if rows are put in an order with ignored ones last, before which kernels end."""
     agreement: Agreement | None = None
     """Holds what the ranks agreed on, if the head is sharded."""
 

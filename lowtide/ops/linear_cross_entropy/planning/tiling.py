@@ -30,4 +30,4 @@ class Tiling:
     block_classes: int = 0
     """Classes per block ("class_blocks")."""
     stored_rows: int = 0
-    """Tokens whose exponentials stay in the weight gradient's memory ("class_blocks", exponentials)."""
+    """Tokens whose exponentials stay in the memory of dW ("class_blocks", exponentials)."""

@@ -10,8 +10,8 @@ paper, that has the numbers. `checked` names where they were read when this tabl
 
 Operations of a model before and after attention are left out, since no implementation of attention
 computes them. SwinV2 normalises queries and keys and scales the query before, and AlphaFold applies
-a gate to the result. T5 does not scale its scores; its initial weights are small instead. A bias has
-a gradient if the model learns it or computes it from its inputs. The slopes of ALiBi have none.
+a gate to the result. T5 does not scale its scores; its initial weights are small instead. A bias
+has a gradient if the model learns it or computes it from its inputs. The slopes of ALiBi have none.
 
 Windows of an image that have masks of their own count as heads here, since their bias is the same
 for all images: H 128 stands for 16 windows of 8 heads.

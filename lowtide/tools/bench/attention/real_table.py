@@ -74,7 +74,7 @@ def record(row: RealRow) -> dict[str, object]:
 
 
 def render(rows: Sequence[RealRow]) -> Group:
-    """Return a line for each case, with a cell for each provider; of torch's kernels the quickest."""
+    """Return a line for each case, with a cell for each provider; of torch's the quickest."""
     ran = [row for row in rows if row.figures is not None]
     shown = Table(
         title="forward / backward: ratio of times to torch's quickest kernel, ms, peak beyond gradients,"
@@ -121,7 +121,7 @@ def _absolute(own: AttentionFigures) -> str:
 
 
 def draw(records: Sequence[Mapping[str, str]], path: Path) -> None:
-    """Draw what each provider takes over torch's quickest kernel: time forward and backward, memory.
+    """Draw what each provider takes over torch's quickest kernel: time of both passes, memory.
 
     Records are those of the CSV.
     """

@@ -156,7 +156,7 @@ def _precision(case: AttentionCase) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _older_objects_frozen() -> Iterator[None]:
-    """Let the collections between providers skip what is there before, which takes half a second."""
+    """Let the collections between providers skip what is there before: it takes half a second."""
     gc.freeze()
     try:
         yield

@@ -19,18 +19,18 @@ from lowtide.tools.bench.providers import Unavailable
 
 
 def refuse(case: AttentionCase, **options: object) -> None:
-    """Raise Unavailable if the case has one of these options; keywords are the names shown to users."""
+    """Raise Unavailable if the case has one of these options; users see the keywords as names."""
     taken = [name.replace("_", " ") for name, value in options.items() if value]
     if taken:
         raise Unavailable(f"not taken: {', '.join(taken)}")
 
 
 def sdpa(backend: SDPBackend | None, case: AttentionCase) -> Attention:
-    """Return torch's own attention, run by this backend or, for None, by the one that torch chooses.
+    """Return torch's own attention by this backend or, for None, by the one that torch chooses.
 
-    A mask that torch does not have is passed as a dense tensor, which is made once, unless a gradient
-    needs it in each call. Shared key heads are then repeated, as in Transformers, since torch's kernels
-    take either a dense mask or shared key heads.
+    A mask that torch does not have is passed as a dense tensor, which is made once, unless a
+    gradient needs it in each call. Shared key heads are then repeated, as in Transformers, since
+    torch's kernels take either a dense mask or shared key heads.
     """
     refuse(case, a_soft_cap=case.softcap, sinks=case.sinks)
     dense = bool(case.lengths or case.window or case.padded or case.bias)
@@ -119,7 +119,7 @@ def varlen(case: AttentionCase) -> Attention:
 
 
 def flex(case: AttentionCase) -> Attention:
-    """Return compiled FlexAttention, whose score function reads the bias and gives it a gradient."""
+    """Return compiled FlexAttention; its score function reads the bias and gives it a gradient."""
     if case.device != "cuda":
         raise Unavailable("its backward needs CUDA")
     if case.dropout:

@@ -92,8 +92,8 @@ HEADS = (
     Head("Kimi-K2", 7168, 163840, "moonshotai/Kimi-K2-Base", "maxtext"),
     Head("gpt-oss-20b", 2880, 201088, "openai/gpt-oss-20b", "maxtext"),
     Head("GLM-4-9B", 4096, 151552, "zai-org/GLM-4-9B-0414", "transformers"),
-    # These heads are of no public model: they are small enough for a CPU, and have an odd vocabulary or
-    # a soft cap.
+    # These heads are of no public model: they are small enough for a CPU, and have an odd
+    # vocabulary or a soft cap.
     Head("smoke-odd", 60, 1003, "", "", smoke=True),
     Head("smoke-capped", 64, 1024, "", "", softcap=30.0, smoke=True),
 )

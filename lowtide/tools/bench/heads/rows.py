@@ -1,4 +1,4 @@
-"""Measure every provider on one head and number of tokens, and name the engine that lowtide chooses.
+"""Measure every provider on one head and number of tokens; name the engine that lowtide chooses.
 
 Legend: N tokens, D features, V classes.
 """
@@ -70,7 +70,7 @@ def head_rows(case: HeadCase, providers: Iterable[Provider]) -> Iterator[HeadRow
 
 
 def _way(case: HeadCase, workspace: int | None) -> tuple[str, str, float]:
-    """Return the engine and the chunks, in the words of `lowtide doctor`, and the ratio it predicts."""
+    """Return engine and chunks, in the words of `lowtide doctor`, and the ratio it predicts."""
     call = Call(
         *(case.tokens, case.features, case.classes),
         dtype=case.dtype,

@@ -108,7 +108,7 @@ def _cell(own: Figures, best: bool) -> Text:
 
 
 def draw(records: Sequence[Mapping[str, str]], path: Path) -> None:
-    """Draw each provider's ratio to the aligned floor over the heads, a panel for each number of tokens.
+    """Draw each provider's ratio to the aligned floor over the heads, a panel for each token count.
 
     Records are those of the CSV.
     """

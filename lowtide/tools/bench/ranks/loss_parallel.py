@@ -14,7 +14,7 @@ from lowtide.tools.eager import eager_loss
 
 
 def loss_parallel_of(case: Case) -> Any:
-    """Return the loss of (input_ND, weight_VD of this rank, target_N), as torch's users write it."""
+    """Return the loss of (input_ND, this rank's weight_VD, target_N), as torch's users write it."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(case.device, (case.ranks,))

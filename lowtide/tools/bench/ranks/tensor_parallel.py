@@ -17,7 +17,7 @@ from lowtide.tools.bench.providers import PROVIDERS, Call, Loss, Provider, lowti
 
 
 class WithoutCollectives(Provider):
-    """Leave the collectives out. Backward of a mean has none: its gradients are formed in forward."""
+    """Leave the collectives out. Backward of a mean has none: forward forms its gradients."""
 
     def call(self, case: Case, inputs: Inputs) -> Call:
         loss = self.load(case)

@@ -1,4 +1,4 @@
-"""Compute delta and the sum of weights in float32 for rows that have most of their weight on one key.
+"""Compute delta and the sum of weights in float32 for rows with most of their weight on one key.
 
 There dz is a small difference of do v and delta, and errs by the rounding of both unless delta is
 the sum of p D (do v^T) over products that are the same, bit for bit. The weights p must sum to 1 as

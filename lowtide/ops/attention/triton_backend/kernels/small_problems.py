@@ -39,7 +39,7 @@ def problem_forward_kernel(
     SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of a run of `batches` problems and, if asked for, its low half and statistics.
+    """Write the result of a run of `batches` problems and, if asked, its low half and statistics.
 
     SHARED: all batches share the bias.
     """

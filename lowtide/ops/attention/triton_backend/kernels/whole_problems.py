@@ -43,8 +43,8 @@ def whole_problem_gradient_kernel(
 ):  # fmt: skip
     """Write dk and dv of one problem, and add its dq to query_sum [B, H, M, K], float32.
 
-    CUT: a tile may reach beyond the queries or keys, or a mask may hide some of its scores. Tiles are
-    transposed, [keys, queries].
+    CUT: a tile may reach beyond the queries or keys, or a mask may hide some of its scores. Tiles
+    are transposed, [keys, queries].
     """
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     query_ptr, key_ptr = head(query_ptr, query_strides, b, h), head(key_ptr, key_strides, b, h)

@@ -1,4 +1,4 @@
-"""Run the exponentials engine on a CPU with bfloat16 units; exponentials/engine.py has the formulas.
+"""Run the exponentials engine on a CPU with bfloat16 units, by exponentials/engine.py's formulas.
 
 Modules, in import order (a module imports only from those above it):
 

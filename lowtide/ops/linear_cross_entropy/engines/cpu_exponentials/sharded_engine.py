@@ -97,7 +97,7 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
         e_CV: Tensor | None,
         take_stats: bool,
     ) -> sharded_walk.Begun:
-        """Compute a chunk's exponentials, and begin to gather its statistics if they are asked for."""
+        """Compute a chunk's exponentials, and begin to gather its statistics if asked to."""
         agreement = self.plan.agreement
         assert agreement is not None
         if not take_stats:

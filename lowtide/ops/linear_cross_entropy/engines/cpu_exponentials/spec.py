@@ -28,7 +28,8 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         return "it is for CPU tensors, without Triton"
     if not weight.dtype == options.compute_dtype == torch.bfloat16:
         return "it takes operands that are bfloat16"
-    # All ranks of a sharded head choose alike, whatever their layouts; `readable` copies one that differs.
+    # All ranks of a sharded head choose alike, whatever their layouts; `readable` copies one that
+    # differs.
     if not lies_by_rows(weight) and not options.sharded:
         return "it takes a weight whose features lie side by side"
     refused = {

@@ -357,7 +357,7 @@ class ExponentialsEngine(LossEngine):
         marks: Tensor | None = None,
         guarded: bool = True,
     ) -> None:
-        """Run each block of classes in turn, and write the partial sums of E if they have memory."""
+        """Run each block of classes in turn, and write E's partial sums if they have memory."""
         # Each block adds to the partial sums of the one before. The first block is the largest.
         grad_dot_logits = None if grad_dot_logit_C is None else tiles[0].partials()
         for each in tiles:
@@ -427,14 +427,14 @@ class ExponentialsEngine(LossEngine):
         return ExponentialsMemory(self._exponentials_buffer(rows, self.V), self.V)
 
     def _stored_rows(self, gradients: Gradients) -> slice:
-        """Return the tokens whose exponentials stay in the weight gradient's memory: the last ones."""
+        """Return the tokens whose exponentials stay in the memory of dW: the last ones."""
         stores = self.plan.weight_gradient == "class_blocks" and gradients.weights[0] is not None
         return slice(self.M - min(self.plan.stored_rows, self.M) if stores else self.M, self.M)
 
     def _blocks_of(
         self, rows: slice, stored: slice, memory: ExponentialsMemory | None
     ) -> list[tuple[slice, Tensor | None]]:
-        """Return the blocks of classes of a chunk, and where its exponentials are stored, if they are."""
+        """Return the blocks of classes of a chunk, and where its exponentials are stored, if so."""
         if memory is None:
             return [(slice(0, self.V), None)]
         if rows.start >= stored.start:

@@ -137,7 +137,7 @@ def run(
     arguments: Sequence[Any],
     constants: dict[str, Any],
 ) -> None:
-    """Launch the kernel on one or two terms; the Triton kernel takes the same arguments and constants."""
+    """Launch the kernel on one or two terms; the Triton kernel takes the same arguments."""
     exponentials_kernel[(constants["PROGRAMS"],)](
         *(operand for term in terms for operand in pipeline.described(term)),
         None if exp_CB is None else pipeline.describe(exp_CB, pipeline.BLOCK_A // 2, pipeline.BLOCK_B // 2),

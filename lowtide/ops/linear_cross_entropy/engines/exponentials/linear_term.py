@@ -99,7 +99,7 @@ class LinearTerm:
         counted: CountedChunk,
         **first: Tensor | None,
     ) -> None:
-        """Write this term's part of the target logits; `first` is what the first term writes too."""
+        """Write this term's part of the target logits; `first` is what the first term writes."""
         row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C, logit_C, counted=counted, **first)
 
     def sum_of_logits(self, x_CD: Tensor) -> Tensor:

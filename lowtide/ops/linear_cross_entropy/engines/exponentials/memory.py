@@ -17,7 +17,7 @@ class ExponentialsMemory:
     """Return where exponentials lie, with rows of whole vectors (decision 0053)."""
 
     def __init__(self, flat: Tensor, classes: int) -> None:
-        """Take memory of one dimension, divided evenly among the classes where tokens are stored."""
+        """Take memory of one dimension, divided evenly among classes where tokens are stored."""
         self.flat, self.of_a_class = flat, flat.shape[0] // classes
 
     def chunk(self, tokens: int, classes: int) -> Tensor:  # [C, B]

@@ -81,8 +81,9 @@ def _references_kernel(
 ):  # fmt: skip
     """Replace the reference of a row whose sum is too large or NaN. Grid: (C / BLOCK_C,).
 
-    The new one is the row's largest logit, or 0 if all are -inf: then S is 0, as it is of a rank whose
-    classes are all excluded. Ignored rows keep theirs, and so do row tiles that are not marked.
+    The new one is the row's largest logit, or 0 if all are -inf: then S is 0, as it is of a rank
+    whose classes are all excluded. Ignored rows keep theirs, and so do row tiles that are not
+    marked.
     """
     first = tl.program_id(0) * BLOCK_C
     if tl.load(marks_ptr + 1 + first // HEIGHT) != 0:

@@ -29,8 +29,8 @@ def _coefficients_kernel(
 ):  # fmt: skip
     """Compute c and h of G = c E + h [v = t], and lse - z_t if wanted. Grid: (C / BLOCK_C,).
 
-    If there are partial sums, those of marked row tiles are added up first. h is stored in the order
-    of the rows, and everything else in the order of the rows' places (counted_rows.py).
+    If there are partial sums, those of marked row tiles are added up first. h is stored in the
+    order of the rows, and everything else in the order of the rows' places (counted_rows.py).
     """
     first = tl.program_id(0) * BLOCK_C
     rows = first + tl.arange(0, BLOCK_C)

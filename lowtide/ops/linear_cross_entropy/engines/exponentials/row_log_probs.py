@@ -1,7 +1,8 @@
-"""Combine what half tiles found into the row statistics of log-probabilities and entropies, in Triton.
+"""Combine what half tiles found into the rows' log-probabilities and entropies, in Triton.
 
-Each half tile has sums relative to its own largest logit m: sum exp(z - m) and sum exp(z - m) (z - m),
-both without the target. One launch handles a chunk; plain torch would take two dozen.
+Each half tile has sums relative to its own largest logit m: sum exp(z - m) and
+sum exp(z - m) (z - m), both without the target. One launch handles a chunk; plain
+torch would take two dozen.
 
 Shapes: C tokens of a chunk, T halves of tiles; lower case = one tile.
 """

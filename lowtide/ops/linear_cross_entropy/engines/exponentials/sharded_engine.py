@@ -141,7 +141,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         take_stats: bool,
         smoothing: bool,
     ) -> sharded_walk.Begun:
-        """Compute a chunk's exponentials, and begin to gather its statistics if they are asked for."""
+        """Compute a chunk's exponentials, and begin to gather its statistics if asked to."""
         agreement = self.plan.agreement
         assert agreement is not None
         C, marks = row.target_N.shape[0], marks_memory(row.target_N) if take_stats else None

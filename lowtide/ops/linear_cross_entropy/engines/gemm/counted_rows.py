@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class CountedChunk(NamedTuple):
-    """Hold the arguments by which kernels find the rows of a chunk; without a number, all rows count."""
+    """Hold the arguments by which kernels find a chunk's rows; without a number, all rows count."""
 
     row_C: Tensor | None = None
     number: Tensor | None = None  # [1]

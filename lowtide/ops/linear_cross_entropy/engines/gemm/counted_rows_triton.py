@@ -1,4 +1,4 @@
-"""Order the rows of a call so that ignored ones come last, and tell kernels where rows lie, in Triton.
+"""Order the rows of a call with ignored ones last, and tell kernels where rows lie, in Triton.
 
 counted_rows.py says what for. Rows keep their order otherwise.
 

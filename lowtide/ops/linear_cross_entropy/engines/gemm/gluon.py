@@ -10,8 +10,8 @@ two halves, and BLOCK_B rows of the other, for BLOCK_K of the inner dimension. A
 use a stage for other data that its epilogue reads. The producer and each consumer count in `step`
 how many stages they have used; the current one is step % STAGES.
 
-lowtide/core/kernels/backend.py says where this runs. Triton's interpreter does not support Gluon, so each
-epilogue is written as a function that works in both languages.
+lowtide/core/kernels/backend.py says where this runs. Triton's interpreter does not support Gluon,
+so each epilogue is written as a function that works in both languages.
 """
 
 import functools

@@ -5,8 +5,8 @@ holds the float32 logits of some rows after the other, and then the float32 sums
 holds G, and no more than eager torch.
 
 The factor that all rows share is not applied to G: it would round every target's column by the same
-error. That of dX is applied to its sums. dW's GEMM rounds as it writes. It takes the factor 1/N of a
-mean, which the host knows, and X is multiplied by what remains: by 1 if no row is ignored.
+error. That of dX is applied to its sums. dW's GEMM rounds as it writes. It takes the factor 1/N of
+a mean, which the host knows, and X is multiplied by what remains: by 1 if no row is ignored.
 
 The host takes as long for such a call as the device, so it is written for few launches and
 allocations: four kernels and three GEMMs, if dW's memory holds all logits.

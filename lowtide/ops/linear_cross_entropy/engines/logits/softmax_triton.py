@@ -296,8 +296,8 @@ def softmax_gradient_into(
             SECOND_READ=gradient or any(each is not None for each in in_second_read),
             BLOCK=block,
             num_warps=WARPS if block >= 4096 else 4,
-            # Fused, the soft cap's 1 - room would be rounded once in one read of the logits and twice
-            # in the other: z - max would not be 0 at the maximum.
+            # Fused, the soft cap's 1 - room would be rounded once in one read of the logits and
+            # twice in the other: z - max would not be 0 at the maximum.
             enable_fp_fusion=transform.softcap == 0,
         )
 

@@ -34,7 +34,7 @@ class FloatSum:
         factor: Tensor | None = None,
         multiply: Callable[..., None] = multiply_transposed,
     ) -> None:
-        """Hold the parts of the sum, whose first class is `first_class`, and the GEMM that adds to them.
+        """Hold the parts of the sum, from `first_class` on, and the GEMM that adds to them.
 
         `factor` multiplies every added term. The rows of x that `add_product` gets are already
         multiplied by it.
@@ -107,8 +107,8 @@ class InPlaceSum(FloatSum):
 class SingleProduct:
     """Form a half-precision gradient by a single GEMM over all tokens, which rounds as it writes.
 
-    Until `finish` nothing is written to the gradient, so its memory may hold logits. The operands of
-    all tokens are kept until then.
+    Until `finish` nothing is written to the gradient, so its memory may hold logits. The operands
+    of all tokens are kept until then.
 
     The factor `applied` is a tensor; `share` is what the host knows of its inverse. The rows of x
     are multiplied by both, which is 1 in most calls and rounds nothing, and the GEMM by 1 / share.

@@ -59,7 +59,8 @@ def _target_logits_kernel(
     """Compute logit[c] = x[c] . weight[target[c]], 0 for a target of -1. Grid: one program per row.
 
     The same becomes the reference of the row if that has a pointer, or infinity if it is ignored.
-    The marks of all row tiles, each HEIGHT rows, are cleared. The logit of rows that do not count is 0.
+    The marks of all row tiles, each HEIGHT rows, are cleared. The logit of rows that do not count
+    is 0.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_C_ptr + row)
@@ -95,7 +96,7 @@ def _scale_rows_kernel(
     x_CD_ptr, row_scale_C_ptr, factor_ptr, out_CD_ptr, count_ptr, first_place, x_stride, out_stride, C, D,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[c] = factor row_scale[c] x[c], 0 where that scale is 0. Grid: one program per row.
+    """Compute out[c] = factor row_scale[c] x[c], 0 where that scale is 0. Grid: a program per row.
 
     Rows that do not count are left as they are.
     """

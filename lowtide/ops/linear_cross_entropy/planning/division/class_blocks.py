@@ -175,7 +175,7 @@ def _of_classes(counts: ClassBlocks, of: Tiling | Sizes) -> float:
 
 
 def _pairs(N: int, C: int, V: int, B: int, seconds: Callable[[int, int], float]) -> float:
-    """Return the seconds of all pairs of a chunk and a block, of which the last ones are smaller."""
+    """Return the seconds of all pairs of a chunk and a block; the last ones are smaller."""
     return sum(
         chunks * blocks * seconds(tokens, classes)
         for chunks, tokens in ((N // C, C), (1, N % C))

@@ -41,7 +41,7 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
 
 
 def _packed_or_blocks(free: int, counts: ByteCounts, bits: int) -> Iterator[Tiling]:
-    """Yield the sizes with a packed sum, if it leaves enough rows per chunk, and those of class blocks."""
+    """Yield the sizes with a packed sum, if it leaves chunks enough rows, and of class blocks."""
     packed = counts.packed_bytes(bits)
     fewest = max(fewest_rows(counts, "packed", bits), ROW_TILE[counts.device])
     if packed and counts.most_rows(free - packed) >= min(counts.N, fewest):

@@ -9,8 +9,8 @@ from lowtide.ops.linear_cross_entropy.planning.division import class_blocks, cos
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_bytes
 
-# Bytes that the small kernels of a chunk move per row and feature. They gather and scale rows of X, add
-# them to their targets' classes, and round dX from its float32 product.
+# Bytes that the small kernels of a chunk move per row and feature. They gather and scale rows of X,
+# add them to their targets' classes, and round dX from its float32 product.
 ROW_BYTES = 32
 SMALL_KERNELS = 12  # launches of small kernels per chunk
 CALL = 15e-5  # seconds of the work that a call does once: vectors, the order of targets
@@ -49,20 +49,20 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
     return logits + dx + dw
 
 
-# For a call of few tokens, by engine: the seconds of its small kernels on the card, and the seconds of
-# the host, which a small call waits for. Each further time that dW's memory is filled with logits, the
-# host launches one more GEMM and one more softmax (decision 0062).
+# For a call of few tokens, by engine: the seconds of its small kernels on the card, and the seconds
+# of the host, which a small call waits for. Each further time that dW's memory is filled with
+# logits, the host launches one more GEMM and one more softmax (decision 0062).
 FEW_SMALL_KERNELS = {"logits_triton": 2e-5, "exponentials": 13e-5}
 HOST = {"logits_triton": 0.8e-3, "exponentials": 1.5e-3}
 HOST_OF_CHUNK = 0.25e-3
-# Bytes that a softmax reads and writes in memory for each float32 logit. It reads a logit twice, once
-# partly from the L2 cache.
+# Bytes that a softmax reads and writes in memory for each float32 logit. It reads a logit twice,
+# once partly from the L2 cache.
 SOFTMAX_BYTES = 10
 WEIGHT_SPEED = 4e12  # bytes a second of GEMMs with few rows
 
 
 def few_tokens_seconds(engine: str, counts: ByteCounts, tiling: Tiling, chunks: int) -> float:
-    """Return the predicted seconds of a call of few tokens: of the card or the host, whichever takes longer.
+    """Return the predicted seconds of a call of few tokens: the longer of card's and host's.
 
     "logits_triton" forms dW by a single GEMM, and fills its memory with logits `chunks` times.
     """

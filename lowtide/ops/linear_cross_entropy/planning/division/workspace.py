@@ -11,12 +11,12 @@ from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
-# The default is at least this much larger than the smallest plan. On CUDA this is the granularity of
-# allocations.
+# The default is at least this much larger than the smallest plan. On CUDA this is the granularity
+# of allocations.
 LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
-# It is at least this much larger if the plan would otherwise take few rows or few classes at a time.
-# Such a plan was 10 to 100 times slower on the CPU. With this room a call takes at most 1.5 times as
-# long as with the whole default.
+# It is at least this much larger if the plan would otherwise take few rows or few classes at a
+# time. Such a plan was 10 to 100 times slower on the CPU. With this room a call takes at most 1.5
+# times as long as with the whole default.
 ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 16 * MIB}, 32, 64, 128
 # With a single GEMM over all tokens, the dense computation may hold nothing but their exponentials
 # beside a larger weight gradient. This GEMM takes as many bytes more per token, per feature and per
