@@ -1,4 +1,4 @@
-"""Configure the site for Sphinx: `make docs` builds it, without network, and every warning is an error."""
+"""Configure the site for Sphinx: `make docs` builds it offline, and a warning is an error."""
 
 import re
 import sys
@@ -75,7 +75,7 @@ copybutton_prompt_is_regexp = True
 
 
 def _links_from_the_root(_app, _path, _parent, content):
-    """Let the links of CHANGELOG.md and CONTRIBUTING.md, which docs/project includes, lead there too."""
+    """Let the links of CHANGELOG.md and CONTRIBUTING.md, included in docs/project, lead there."""
     content[0] = re.sub(r"\]\((?!https?://|#)([^)]+)\)", r"](../../\1)", content[0]).replace(
         "(../../docs/", "(../"
     )

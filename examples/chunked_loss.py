@@ -1,8 +1,9 @@
-"""Train with a loss that no kernel knows, without its logits: `python examples/chunked_loss.py`, on a CPU.
+"""Train with a loss no kernel knows, without logits: `python examples/chunked_loss.py`, on a CPU.
 
-A student with a norm, an adapter and a soft cap in its head learns from labels and from a teacher, each token
-with a weight of its own. The step is the one that everybody writes: `loss = loss / n; loss.backward()`. It
-runs twice, with all logits at once and with those of 128 tokens at a time.
+A student with a norm, an adapter and a soft cap in its head learns from labels and from a teacher,
+each token with a weight of its own. The step is the one that everybody writes:
+`loss = loss / n; loss.backward()`. It runs twice, with all logits at once and with those of 128
+tokens at a time.
 """
 
 from functools import partial

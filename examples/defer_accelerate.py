@@ -1,4 +1,4 @@
-"""Accelerate, mixed precision, a loss outside of the model: `python examples/defer_accelerate.py`, on a CPU.
+"""Accelerate, mixed precision, a loss of one's own: `python examples/defer_accelerate.py`, on CPU.
 
 Needs accelerate.
 """

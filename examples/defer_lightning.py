@@ -1,4 +1,4 @@
-"""Lightning with one callback more: `python examples/defer_lightning.py`, on a CPU. Needs lightning."""
+"""Lightning with a callback more: `python examples/defer_lightning.py`, on CPU. Needs lightning."""
 
 import logging
 import warnings

@@ -1,7 +1,7 @@
-"""A script in the manner of nanoGPT, and the one line more: `python examples/defer_logits.py`, on a CPU.
+"""A script like nanoGPT's, and the one line more: `python examples/defer_logits.py`, on a CPU.
 
-The model computes its own loss from its own logits, the loop is the one that everybody writes. It runs twice,
-as it is and deferred.
+The model computes its own loss from its own logits, the loop is the one that everybody writes. It
+runs twice, as it is and deferred.
 """
 
 import torch

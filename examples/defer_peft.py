@@ -1,7 +1,7 @@
 """LoRA on the head, trained and not skipped: `python examples/defer_peft.py`, on a CPU.
 
-A loss that reads `lm_head.weight` sees the frozen base alone, and leaves the adapter untrained. Here the head
-runs its own forward, and the adapter's product is a second term of the fused loss.
+A loss that reads `lm_head.weight` sees the frozen base alone, and leaves the adapter untrained.
+Here the head runs its own forward, and the adapter's product is a second term of the fused loss.
 
 Needs transformers and peft.
 """

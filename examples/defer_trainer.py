@@ -1,7 +1,7 @@
 """transformers.Trainer with one callback more: `python examples/defer_trainer.py`, on a CPU.
 
-A small Llama with a real vocabulary and random weights, bf16, accumulated gradients, evaluation with metrics.
-Needs transformers and accelerate.
+A small Llama with a real vocabulary and random weights, bf16, accumulated gradients, evaluation
+with metrics. Needs transformers and accelerate.
 """
 
 import tempfile

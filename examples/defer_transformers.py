@@ -1,5 +1,5 @@
-"""A Transformers model in a loop of one's own, compiled, with activation checkpointing, and text generated
-between steps: `python examples/defer_transformers.py`, on a CPU. Needs transformers.
+"""A Transformers model in a loop of one's own, compiled, with activation checkpointing, and text
+generated between steps: `python examples/defer_transformers.py`, on a CPU. Needs transformers.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Fit a relative-position bias in the way of T5: `python examples/relative_position_bias.py`, on a CPU.
+"""Fit a relative-position bias as T5 does: `python examples/relative_position_bias.py`, on a CPU.
 
-A teacher attends with a bias that depends on the distance of query and key alone, looked up by bucket: near
-distances have one each, far ones share one the more, the farther they are. A student sees what the teacher
-returns, and learns the table through the gradient of the bias. It runs twice: with all scores at once, and
-with lowtide, which holds the bias and its gradient, and no scores.
+A teacher attends with a bias that depends on the distance of query and key alone, looked up by
+bucket: near distances have one each, far ones share one the more, the farther they are. A student
+sees what the teacher returns, and learns the table through the gradient of the bias. It runs twice:
+with all scores at once, and with lowtide, which holds the bias and its gradient, and no scores.
 """
 
 import math
@@ -19,8 +19,8 @@ BUCKETS, FARTHEST = 32, 128
 
 
 def bucket_of(distance):
-    """Of key minus query: half of the buckets for each side; of these half for near distances, one each, and
-    half for far ones, up to FARTHEST, evenly in their logarithm."""
+    """Of key minus query: half of the buckets for each side; of these half for near distances, one
+    each, and half for far ones, up to FARTHEST, evenly in their logarithm."""
     side, near = BUCKETS // 2, BUCKETS // 4
     away = distance.abs()
     steps = (away.clamp(min=near) / near).log() / math.log(FARTHEST / near) * (side - near)
@@ -47,8 +47,8 @@ def dense(query, key, value, bias):
 
 @torch.no_grad()
 def difference(student, teacher):
-    """Of the two tables, as weights of the buckets that occur: a constant on a whole head changes nothing,
-    and a bucket that nobody attends to is not known better by anyone. From 0 to 1."""
+    """Of the two tables, as weights of the buckets that occur: a constant on a whole head changes
+    nothing, and a bucket that nobody attends to is not known better by anyone. From 0 to 1."""
     used = student.bucket_MN.unique()
     student_weight, teacher_weight = (each.table.weight[used].softmax(0) for each in (student, teacher))
     return ((student_weight - teacher_weight).abs().sum(0) / 2).mean().item()

@@ -1,5 +1,5 @@
-"""What the three examples of TRL share: a small Llama with a real vocabulary and random weights, a tokenizer
-of made up words, and the run as it is and deferred."""
+"""What the three examples of TRL share: a small Llama with a real vocabulary and random weights, a
+tokenizer of made up words, and the run as it is and deferred."""
 
 import random
 import tempfile
@@ -58,7 +58,7 @@ def model():
 
 
 def compare(trainer):
-    """`trainer(deferred, folder)` trains twice: loss of the last step, and peak memory of the run."""
+    """`trainer(deferred, folder)` trains twice: the last step's loss, and the run's peak memory."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()

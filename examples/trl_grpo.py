@@ -1,7 +1,7 @@
 """trl.GRPOTrainer with one callback more: `python examples/trl_grpo.py`, on a CPU. Needs trl.
 
-The log-probabilities of the completions, and their entropy, come from lowtide.linear_log_probs. Small numbers
-are rewarded.
+The log-probabilities of the completions, and their entropy, come from lowtide.linear_log_probs.
+Small numbers are rewarded.
 """
 
 import datasets

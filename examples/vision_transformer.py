@@ -1,9 +1,9 @@
-"""Train a small vision transformer with a relative-position bias: `python examples/vision_transformer.py`.
+"""Train a vision transformer with relative-position bias: `python examples/vision_transformer.py`.
 
-It says which way the stripes of an image run, under noise. It has no positional embedding: where a patch is,
-it knows only relative to others, from a bias [1, H, M, N] looked up in a table of the differences of rows and
-columns. It is trained twice: with all scores of a layer at once, and with lowtide, which holds the bias and
-its gradient, and no scores.
+It says which way the stripes of an image run, under noise. It has no positional embedding: where a
+patch is, it knows only relative to others, from a bias [1, H, M, N] looked up in a table of the
+differences of rows and columns. It is trained twice: with all scores of a layer at once, and with
+lowtide, which holds the bias and its gradient, and no scores.
 """
 
 import torch
@@ -18,7 +18,7 @@ BATCH, STEPS, TESTED, DIRECTIONS = 8, 40, 64, 6
 
 
 def draw(count, generator):
-    """Images [count, IMAGE, IMAGE] and the directions [count] of their stripes, of any width and place."""
+    """Images [count, IMAGE, IMAGE] and the directions [count] of their stripes, at random."""
     direction = torch.randint(DIRECTIONS, (count,), generator=generator)
     angle = (torch.pi * direction / DIRECTIONS)[:, None, None]
     place, width = torch.rand(2, count, 1, 1, generator=generator)

@@ -3,15 +3,16 @@
     python scripts/environments.py package     # this Python, and the torch of constraints.txt
     python scripts/environments.py versions    # every Python with every torch, and the integrations
 
-`package` builds sdist and wheel, checks their metadata, and runs the contract (tests/contract.txt) on the
-installed wheel, where nothing of the checkout can be imported; then tests of the pages and the layering in
-the unpacked sdist. `versions` runs the contract in an environment for each pair, and writes a row of each to
-docs/_data/versions.csv when it ends: an interrupted run keeps what it has, and a pair that is run again
-replaces its row. `--only 3.10:2.9` runs one pair, `--only 3.13:2.15:integrations` one of the others, and
-`--suite selftest` of each pair the fifty calls of `lowtide doctor --selftest` alone, in a minute.
+`package` builds sdist and wheel, checks their metadata, and runs the contract (tests/contract.txt)
+on the installed wheel, where nothing of the checkout can be imported; then tests of the pages and
+the layering in the unpacked sdist. `versions` runs the contract in an environment for each pair,
+and writes a row of each to docs/_data/versions.csv when it ends: an interrupted run keeps what it
+has, and a pair that is run again replaces its row. `--only 3.10:2.9` runs one pair, `--only
+3.13:2.15:integrations` one of the others, and `--suite selftest` of each pair the fifty calls of
+`lowtide doctor --selftest` alone, in a minute.
 
-uv makes the environments. It takes the Pythons on PATH, and downloads others; UV_TORCH_BACKEND=cpu spares
-the gigabytes of CUDA that torch from the package index brings.
+uv makes the environments. It takes the Pythons on PATH, and downloads others; UV_TORCH_BACKEND=cpu
+spares the gigabytes of CUDA that torch from the package index brings.
 """
 
 import argparse
@@ -126,7 +127,7 @@ def check_package(built: Built, folder: Path, processes: str) -> list[str]:
 
 
 def check_contents(built: Built) -> None:
-    """The wheel has what is read at run time and no tests; its description has no link into the checkout."""
+    """The wheel has what is read at run time and no tests; its description has no relative link."""
     with zipfile.ZipFile(built.wheel) as wheel:
         names = wheel.namelist()
         metadata = message_from_bytes(wheel.read(next(name for name in names if name.endswith("/METADATA"))))

@@ -7,17 +7,18 @@ import signal
 import sys
 import threading
 
-# The products are small: handing them to threads costs more than it saves, a hundred times on a busy machine.
-# Read when NumPy, whose products the interpreter takes, is imported; and by the processes that tests start.
+# The products are small: handing them to threads costs more than it saves, a hundred times on a
+# busy machine. Read when NumPy, whose products the interpreter takes, is imported; and by the
+# processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
 if not torch.cuda.is_available():  # read when triton is imported, which torch does not do by itself
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# The code that Inductor generates around our operators is plain C++. Without vectors, torch need not try a
-# compiler on them, which takes 6 s, and a second more per graph. The variable is read when torch._dynamo is
-# imported.
+# The code that Inductor generates around our operators is plain C++. Without vectors, torch need
+# not try a compiler on them, which takes 6 s, and a second more per graph. The variable is read
+# when torch._dynamo is imported.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 import torch._dynamo  # makes a table of torch's functions, before some are replaced below
 
@@ -29,8 +30,8 @@ torch.set_num_threads(1)
 
 # The garbage collector goes through all that lives, most of which is imported or a test, and stays.
 gc.disable()
-# By default the collector goes through all objects that tests leave after each 700 new ones, which takes a
-# twenty-fifth of their time.
+# By default the collector goes through all objects that tests leave after each 700 new ones, which
+# takes a twenty-fifth of their time.
 gc.set_threshold(10_000)
 
 
@@ -42,8 +43,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-    # Otherwise extensions report the remaining objects as a leak. This comes last, as pytest collects several
-    # times at its end.
+    # Otherwise extensions report the remaining objects as a leak. This comes last, as pytest
+    # collects several times at its end.
     atexit.register(gc.unfreeze)
 
 
@@ -57,7 +58,8 @@ CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])
 ON_CUDA_ALONE = pytest.mark.parametrize("device", [CUDA])  # for a test that asserts nothing on a CPU
 
 
-# A shell that starts tests in the background ignores interrupts, and whatever they start would inherit that.
+# A shell that starts tests in the background ignores interrupts, and whatever they start would
+# inherit that.
 if (
     signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     and threading.current_thread() is threading.main_thread()
@@ -70,13 +72,14 @@ def device(request):
     return request.param
 
 
-# torch.manual_seed keeps, for devices that may come later, the stack it is called from, written out.
+# torch.manual_seed keeps, for devices that may come later, the stack it is called from, written
+# out.
 SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_collected_twice():
-    """What a module imports and keeps is frozen when it ends: else each later collection goes through it."""
+    """What a module imports and keeps is frozen when it ends: later collections skip it."""
     yield
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Every entry point on a device that is neither the CPU nor CUDA: plain torch, exact, in bounded memory.
+"""Every entry point on a device other than the CPU or CUDA: plain torch, exact, bounded memory.
 
-The device is simulated (tests/support/simulated_device.py): it has the dtypes and the operations of mps, by
-torch's own list of kernels, and the CPU's numbers.
+The device is simulated (tests/support/simulated_device.py): it has the dtypes and the operations of
+mps, by torch's own list of kernels, and the CPU's numbers.
 """
 
 import csv
@@ -158,7 +158,7 @@ def test_further_calls(device, name):
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
 def test_autocast(device, dtype):
-    """Of the loss the products' operands stay float32, as on the CPU; attention has autocast's dtype."""
+    """Of the loss the products' operands stay float32, as on a CPU; attention has autocast's."""
 
     def ours(given):
         with torch.autocast(device, dtype):
@@ -192,7 +192,7 @@ def test_dropout_of_attention(device):
 
 
 def test_chunked_loss_draws_the_same_twice(device):
-    """The loss is linear in the hidden states: their products with its gradient are its value again."""
+    """The loss is linear in the hidden states: their products with its gradient are its value."""
     head = torch.nn.Linear(8, 5, bias=False).to(device)
     hidden = torch.randn(12, 8).to(device).requires_grad_()
 

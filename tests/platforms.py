@@ -3,12 +3,13 @@
     python -m tests.platforms                         # every way on every architecture
     python -m tests.platforms --only sm_120 --way distillation
 
-Each way is a line, and a row of docs/_data/builds.csv that replaces an earlier one as soon as it is compiled;
-docs/_data/platforms.csv is made of these rows. All take half an hour of a processor.
+Each way is a line, and a row of docs/_data/builds.csv that replaces an earlier one as soon as it is
+compiled; docs/_data/platforms.csv is made of these rows. All take half an hour of a processor.
 
-A way is what runs a call: an engine of the loss, the kernels of attention or of distillation. Built are the
-kernels that the way has on that architecture, with the tiles that it takes there by its shared memory, less
-those builds that another covers (`LEFT_OUT` in each compile_kernels.py). TRITON_INTERPRET must not be set.
+A way is what runs a call: an engine of the loss, the kernels of attention or of distillation. Built
+are the kernels that the way has on that architecture, with the tiles that it takes there by its
+shared memory, less those builds that another covers (`LEFT_OUT` in each compile_kernels.py).
+TRITON_INTERPRET must not be set.
 """
 
 import argparse
@@ -43,7 +44,7 @@ class Architecture(NamedTuple):
 
     @property
     def like(self) -> int:
-        """The capability whose list of builds says what to compile: of a Hopper card, or of a small one."""
+        """The capability whose builds are to be compiled: of a Hopper card, or of a small one."""
         return 90 if not self.amd and self.shared >= 227 * KIB else 80
 
 

@@ -72,7 +72,7 @@ def test_names_in_text_occur_in_code(pages):
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.name[:4])
 def test_record_index_and_code(record):
-    """The index has its title below its area and says what superseded it; `Code:` names paths that exist."""
+    """The index has its title below its area, and what superseded it; `Code:` names real paths."""
     text = record.read_text()
     fields = dict(re.findall(r"^\* (\w+): (.*(?:\n  .*)*)", text, flags=re.MULTILINE))
     title = text.splitlines()[0].removeprefix(f"# {record.name[:4]}. ")

@@ -1,4 +1,4 @@
-"""The first call in a process, forward and backward, does not import Dynamo, which takes 2 to 3 s."""
+"""The first call in a process, forward and backward, imports no Dynamo, which takes 2 to 3 s."""
 
 import subprocess
 import sys

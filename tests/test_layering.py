@@ -40,7 +40,7 @@ NAMES = {name_of(path): path for path in MODULES}
 
 @cache
 def imported(name, *, at_the_top=False):
-    """The modules of lowtide that a module imports: at its top alone, or inside functions as well."""
+    """The modules of lowtide that a module imports: at its top, or inside functions as well."""
     tree = ast.parse(NAMES[name].read_text())
     found = set()
     for node in _run_at_import(tree) if at_the_top else ast.walk(tree):
@@ -92,8 +92,8 @@ def test_operators_are_apart():
 
 
 def test_engines_are_apart():
-    """Each derives from the base engine alone, or for a sharded head from that beside it; operator/ops.py
-    makes one of them."""
+    """Each derives from the base engine alone, or for a sharded head from that beside it;
+    operator/ops.py makes one of them."""
     engines = {name for name in NAMES if ".engines." in name and name.endswith("engine")}
     engines -= {f"lowtide.ops.linear_cross_entropy.engines.{base}" for base in ("engine", "loss_engine")}
     sharded = {name for name in engines if name.endswith(".sharded_engine")}
@@ -105,7 +105,7 @@ def test_engines_are_apart():
 
 
 def folders():
-    """What each folder imports; the package itself, whose names are the public ones, is left out."""
+    """What each folder imports; the package itself, whose names are public, is left out."""
     graph = {folder(name): set() for name in NAMES}
     for name in NAMES:
         graph[folder(name)] |= {folder(other) for other in imported(name) & NAMES.keys()} - {folder(name)}

@@ -1,5 +1,5 @@
-"""Tensors that are no numbers at strides (sparse, mkldnn, nested, quantized), and dtypes that no function
-takes: an error that names the argument and what to do, in place of an internal one.
+"""Tensors that are no numbers at strides (sparse, mkldnn, nested, quantized), and dtypes that no
+function takes: an error that names the argument and what to do, in place of an internal one.
 
 Shapes: N tokens, D features, V classes, P positions; B sequences.
 """

@@ -1,9 +1,11 @@
 """A call without rows, or with none that counts: every gradient is zero, in every engine and dtype.
 
-torch's deterministic mode fills the memory of each tensor that an operator makes with NaN, so that a sum
-which nothing was put into shows. A rank with an empty batch would hand it on to all the others.
+torch's deterministic mode fills the memory of each tensor that an operator makes with NaN, so that
+a sum which nothing was put into shows. A rank with an empty batch would hand it on to all the
+others.
 
-Shapes: N rows, D features, V classes, P positions; B sequences, M queries, H heads, K features of each.
+Shapes: N rows, D features, V classes, P positions; B sequences, M queries, H heads, K features of
+each.
 """
 
 import functools
@@ -47,7 +49,7 @@ def check_zero(loss, leaves):
 
 
 def check(call, leaves, *, limited=True):
-    """`call` of a workspace: of the default one, and of some that cut rows and classes in every way."""
+    """`call` of a workspace: the default one, and some that cut rows and classes in every way."""
     check_zero(call(None), leaves)
     if limited:
         least = smallest_workspace(call)

@@ -120,7 +120,7 @@ def test_table_of_platforms():
 @NEEDS_CHECKOUT
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflow(path):
-    """Actions are pinned by hash with their version beside it; targets exist; nothing writes by default."""
+    """Actions are pinned by hash with their version beside it; targets exist; none can write."""
     text = path.read_text()
     for action in re.findall(r"uses: (.*)", text):
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action), action

@@ -1,4 +1,4 @@
-"""Saved tensors that come back in another layout, as hooks that copy bring them: every operator and engine.
+"""Saved tensors that come back in another layout, as from copying hooks: every operator, engine.
 
 Forward chooses the engine, and what it saves means what that engine says. Backward chooses nothing.
 """
@@ -34,13 +34,14 @@ from tests.support.loss import (
 )
 from tests.support.restored import LAYOUTS, Restored, transposed
 
-# The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
+# The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first
+# attempt.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 OPS = sys.modules["lowtide.ops.linear_cross_entropy.operator.ops"]
 HALF = {"dtype": torch.bfloat16}
-# The arguments of make_inputs, and the options of the call. "by columns" is no engine: its operands would fit
-# another engine once they are copied.
+# The arguments of make_inputs, and the options of the call. "by columns" is no engine: its operands
+# would fit another engine once they are copied.
 ENGINES = {
     "logits_torch": ({}, {"backend": "torch"}),
     "half": (HALF, {"backend": "torch"}),
@@ -55,7 +56,7 @@ TILED = ("exponentials", "soft_targets")
 
 
 def inputs_of(engine, device, monkeypatch):
-    """Confident tokens: on some engines a row's sum leaves the target out, so that it is small there."""
+    """Confident tokens: on some engines a row's sum leaves the target out, and is small."""
     made, options = ENGINES[engine]
     if options.get("backend") == "triton":
         skip_unless_runnable("triton", device)
@@ -240,8 +241,8 @@ def test_attention_decides_once(device, decisions):
 @pytest.mark.parametrize("made_off", [True, False])
 @pytest.mark.parametrize("compared", ["default", "none"])
 def test_checkpoint_chooses_again(monkeypatch, compared, made_off):
-    """It computes anew what backward reads, here where another engine runs. Which one they are from the
-    statistics say themselves; a checkpoint that compares them with the first ones refuses."""
+    """It computes anew what backward reads, here where another engine runs. Which one they are from
+    the statistics say themselves; a checkpoint that compares them with the first ones refuses."""
     inputs, _ = inputs_of("cpu_exponentials", "cpu", monkeypatch)
     leaves = inputs.leaves()
 

@@ -1,7 +1,8 @@
 """Where a soft cap holds all logits (|u| / cap from 4 to 10), the gradients keep float32's digits.
 
-A product u of one rounding makes the slope 4 exp(-2 |u| / cap) off by 2 |u| / cap units of the last place, 20
-at most; twelve more are for all else. With 1 - tanh^2 it is off by hundreds, as in eager torch.
+A product u of one rounding makes the slope 4 exp(-2 |u| / cap) off by 2 |u| / cap units of the last
+place, 20 at most; twelve more are for all else. With 1 - tanh^2 it is off by hundreds, as in eager
+torch.
 
 Shapes: N tokens, V classes; one feature, so that no product is a sum.
 """

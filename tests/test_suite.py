@@ -1,4 +1,4 @@
-"""What the suite does to torch leaves what it is used with as it is; and which cases `make test` takes."""
+"""What the suite does to torch leaves its users as they are; and the cases of `make test`."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from tests.support.extended import mark_extended
 
 
 def test_device_context_and_poisoned_memory():
-    """In a process that has not asked for the table of constructors before, tests/conftest.py did that."""
+    """In a process that has not asked for the table of constructors, tests/conftest.py did."""
     with torch.device("meta"):
         assert torch.nn.Embedding(3, 3).weight.device.type == "meta"
         assert torch.empty(2).device.type == "meta"

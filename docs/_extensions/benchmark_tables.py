@@ -7,11 +7,11 @@
     :command: lowtide bench linear-cross-entropy --case A
     ```
 
-Each number links to its run, which is listed below the table: command, commit, card, versions, date.
-`:across: provider` gives each provider a column, of the one value that `:columns:` then ends with;
-`:across: side` one to each but torch's own kernels of attention, of which the quickest is "torch".
-`:best: lowest` prints the lowest number of each line in bold. `:absent: Not measured yet.` stands in
-place of the table while the file, or a row of it, is not there.
+Each number links to its run, which is listed below the table: command, commit, card, versions,
+date. `:across: provider` gives each provider a column, of the one value that `:columns:` then ends
+with; `:across: side` one to each but torch's own kernels of attention, of which the quickest is
+"torch". `:best: lowest` prints the lowest number of each line in bold. `:absent: Not measured yet.`
+stands in place of the table while the file, or a row of it, is not there.
 """
 
 import csv
@@ -64,7 +64,7 @@ def _largest(record: Record, *fields: str) -> str:
 
 
 def _side(record: Record) -> str | None:
-    """Return whose column a row of attention stands in; None for torch's kernels but the quickest."""
+    """Return whose column a row of attention stands in; None for torch's slower kernels."""
     if record["provider"] == record["best_of_torch"]:
         return "torch"
     return None if record["provider"] in TORCH else record["provider"]
@@ -163,7 +163,7 @@ def _chosen(file: str, where: str) -> list[Record]:
 
 
 def records_of(file: str, where: str, rows: str = "") -> list[Record]:
-    """Return the records whose fields have the given values, `a=1|2 b=3`; in the order of `rows`."""
+    """Return the records whose fields have these values, `a=1|2 b=3`; in the order of `rows`."""
     found = _chosen(file, where)
     names = [name.strip() for name in rows.split(",") if name.strip()]
     if names:
@@ -189,7 +189,7 @@ def describe(record: Record, command: str, file: str) -> str:
 
 
 class Cell(NamedTuple):
-    """Hold a cell's text, the record that it is a number of, and whether it is the best of its line."""
+    """Hold a cell's text, the record that it is of, and whether it is its line's best."""
 
     text: str
     record: Record | None = None
@@ -232,7 +232,7 @@ def _cells(record: Record, names: Sequence[str]) -> list[Cell]:
 def _pivot(
     records: Sequence[Record], names: Sequence[str], field: str, best: str
 ) -> tuple[list[str], list[list[Cell]]]:
-    """Return a line for each set of texts that labels have; a label that is a number is its first row's."""
+    """Return a line for each set of texts that labels have; a number is that of the first row."""
     *labels, value = names
     column_of = ACROSS.get(field, lambda record: record[field])
     ran = [record for record in records if record.get("status", "ok") == "ok" and column_of(record)]

@@ -25,7 +25,7 @@ def markdown(heading: Sequence[str], rows: Sequence[Sequence[str]], rule: str = 
 
 
 def versions() -> str:
-    """Return what passed with each pair of Python and torch, and with the frameworks, as Markdown."""
+    """Return what passed with each pair of Python and torch, and the frameworks, as Markdown."""
     rows = rows_of("versions")
     found = {(row["suite"], row["python"], row["torch"]): row for row in rows}
     pythons, torches = (

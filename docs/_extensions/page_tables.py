@@ -10,8 +10,8 @@
 
     <!-- end -->
 
-The site runs the directive in the comment and leaves out what stands between the comments.
-`make tables` writes that; with --check nothing is written, and pages that it would change are named.
+The site runs the directive in the comment and leaves out what stands between the comments. `make
+tables` writes that; with --check nothing is written, and pages that it would change are named.
 """
 
 import re

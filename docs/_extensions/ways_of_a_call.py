@@ -1,4 +1,4 @@
-"""Make the tables that say which way a call takes, by asking the functions that choose when it runs:
+"""Make the tables that say which way a call takes, by asking the functions that choose it:
 
     ```{ways-of-attention}
     ```
@@ -27,7 +27,8 @@ from lowtide.tools.doctor.linear_cross_entropy import Call as Described
 
 N, D, V = 8192, 4096, 128_256  # the head of Llama 3 8B
 NO_UNITS = "this CPU has no units for bfloat16"
-# A machine: the device, whether its card has the tensor maps of a Hopper card, and what the CPU lacks.
+# A machine: the device, whether its card has the tensor maps of a Hopper card, and what the CPU
+# lacks.
 MACHINES = {
     "Hopper card": ("cuda", True, NO_UNITS),
     "other NVIDIA card": ("cuda", False, NO_UNITS),
@@ -59,7 +60,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def engine_and_reasons(machine: str, **call: Any) -> tuple[str, dict[str, str]]:
-    """Return the engine of a call on a machine, and why none that is preferred to it runs the call."""
+    """Return the engine of a call on a machine, and why none preferred to it runs it."""
     device, tensor_maps, against_cpu = MACHINES[machine]
     with (
         patch.object(requirements, "_has_tensor_maps", lambda device: tensor_maps),

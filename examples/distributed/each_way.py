@@ -1,4 +1,4 @@
-"""Divide a head in each way: `torchrun --nproc-per-node=2 examples/distributed/each_way.py`, on a CPU.
+"""Divide a head each way: `torchrun --nproc-per-node=2 examples/distributed/each_way.py`, on CPU.
 
     fsdp       FSDP2, the head a unit of its own
     sharded    FSDP2, the head's classes left where they lie (lowtide.shard_head)

@@ -1,4 +1,4 @@
-"""FSDP2 of a model of Transformers: `torchrun --nproc-per-node=2 examples/distributed/fsdp_transformers.py`.
+"""FSDP2 of Transformers: `torchrun --nproc-per-node=2 examples/distributed/fsdp_transformers.py`.
 
 On two CPU processes, by the model's own code: as FSDP2 has the head, with deferred logits, and with
 the head's classes left where they lie. Needs transformers.

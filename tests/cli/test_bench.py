@@ -23,7 +23,8 @@ from tests.support.commands import said
 
 def lowtide(*arguments):
     command = [sys.executable, "-m", "lowtide", "bench", "linear-cross-entropy", *arguments]
-    # Threads that spin while they wait make a tiny run many times longer where other tests share the cores.
+    # Threads that spin while they wait make a tiny run many times longer where other tests share
+    # the cores.
     patient = os.environ | {"OMP_WAIT_POLICY": "passive"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=patient)
 

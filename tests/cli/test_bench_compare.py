@@ -15,7 +15,7 @@ STEP = BENCHMARKS / "cpu" / "linear_cross_entropy_step.csv"
 
 @pytest.fixture
 def changed(tmp_path):
-    """Writes a copy of a CSV, with rows edited by a function that returns False for those to be left out."""
+    """Writes a copy of a CSV with rows edited by a function; False from it leaves a row out."""
 
     def write(path, edit):
         with path.open(newline="") as file:
@@ -95,7 +95,7 @@ def test_surroundings_are_said(changed):
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.csv")), ids=lambda path: path.stem)
 def test_columns_of_the_benchmarks(path):
-    """A column is one of the case or the surroundings, or it is measured: rows are found by the first."""
+    """A column is one of the case or the surroundings, or is measured: the first find rows."""
     with path.open(newline="") as file:
         columns = set(csv.DictReader(file).fieldnames)
     measured = ("_ms", "ms_p20", "ms_p80", "_us", "_tflops", "_bytes", "_error", "_ratio")

@@ -43,7 +43,7 @@ def refused(*arguments):
 
 @pytest.mark.extended
 def test_llama_3_8b_at_81920_tokens(tmp_path, monkeypatch, capsys):
-    """Llama 3 8B, 81,920 tokens: logits of 19.57 GiB in bfloat16, checkpointed hidden states of 20."""
+    """Llama 3 8B, 81,920 tokens: bfloat16 logits of 19.57 GiB, checkpointed hidden states of 20."""
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     options = ["--length", "81920", "--checkpointing", "--out", str(tmp_path / "peak.png")]
@@ -117,7 +117,7 @@ def test_ranks(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_shapes_match_allocator(tmp_path):
-    """A small one, whose optimizer counts as much as its logits, and one of eight times the tokens."""
+    """A small one, whose optimizer counts as much as its logits, and one of 8 times the tokens."""
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 65_536}
     (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA | sizes))

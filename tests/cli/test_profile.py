@@ -187,7 +187,7 @@ def test_steps_of_a_model(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_steps_on_cuda(tmp_path):
-    """Of the caching allocator, which knows what was held before, and the line of Python of each block."""
+    """Of the caching allocator, which knows what was held before and each block's Python line."""
     peaks = peaks_of_steps(tmp_path, "cuda", 16_384)
     logits = 4 * 16_384 * 32_768  # twice the default workspace
     assert peaks["eager"] - peaks["lowtide"] > logits

@@ -1,8 +1,9 @@
-"""Launches a kernel through core/kernels/launch.py and through Triton in turn, on a driver that only records:
+"""Launches a kernel through core/kernels/launch.py and Triton in turn, on a driver that records:
 
     python -m tests.core.launches_without_a_card
 
-prints for each launch whether the same compiled kernel got the same values. TRITON_INTERPRET must not be set.
+prints for each launch whether the same compiled kernel got the same values. TRITON_INTERPRET must
+not be set.
 """
 
 import json

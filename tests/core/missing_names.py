@@ -2,8 +2,8 @@
 
     python -m tests.core.missing_names A,B C
 
-Each argument names what is missing at once. A process is forked for it behind the imports that take long, and
-prints one JSON object: the names, and the traceback of an error or None.
+Each argument names what is missing at once. A process is forked for it behind the imports that take
+long, and prints one JSON object: the names, and the traceback of an error or None.
 """
 
 import json

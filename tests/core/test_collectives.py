@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_hosts_of_overlapping_groups(tmp_path):
-    """Ranks that are in other numbers of groups find each other, in two groups of the same ranks too."""
+    """Ranks in other numbers of groups find each other, in two groups of the same ranks too."""
     for found in run_ranks("tests.core.collectives_ranks", tmp_path / "store", ["between_hosts"], ranks=3):
         result = found["between_hosts"]
         assert "raised" not in result, result

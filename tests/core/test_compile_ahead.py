@@ -1,4 +1,4 @@
-"""Rehearsals, whose tensors have no memory, beside the real operations; and threads that compile."""
+"""Rehearsals, whose tensors have no memory, beside the real operations; threads that compile."""
 
 import threading
 import types
@@ -106,7 +106,7 @@ def test_writes_nothing_and_draws_nothing():
 
 
 class Kernel:
-    """Takes the place of Triton's, and records what is compiled and launched, and in which thread."""
+    """Takes the place of Triton's, and records what is compiled and launched in which thread."""
 
     def __init__(self, name, record, *, fails=False, waits_for=None):
         self.fn, self.record, self.fails, self.waits_for = name, record, fails, waits_for

@@ -8,7 +8,7 @@ from tests.support.loss import interpreted
 
 
 def test_outputs_share_no_memory(device):
-    """An absent factor is an empty tensor; one that gradients share is copied, except for the first."""
+    """An absent factor is an empty tensor; one that gradients share is copied but for the first."""
     factor = torch.tensor(3.0, device=device)
     tensors = [torch.ones(4, device=device) for _ in range(4)]
     gradients = [PendingGradient(tensors[0]), *(PendingGradient(each, None, factor) for each in tensors[1:])]

@@ -1,4 +1,4 @@
-"""A model as people write them, and what its losses are compared with: the same model, not deferred.
+"""A model as people write it, and what its losses are compared with: the same model, not deferred.
 
 Shapes: B sequences, T tokens, D features, V classes.
 """
@@ -44,7 +44,7 @@ def make(*, dtype=torch.float64, device="cpu", **options):
 
 
 def differentiated(model, value):
-    """(value, gradients of the parameters, 0 where there is none); of many numbers a fixed mixture."""
+    """(value, parameters' gradients, 0 where there is none); of many numbers a fixed mixture."""
     if value.dim():
         generator = torch.Generator().manual_seed(5)
         weights = torch.randn(value.shape, generator=generator, dtype=torch.float64)
@@ -68,7 +68,7 @@ def plain_and_deferred(model, use):
 
 
 def check(model, use, *, fused=1, dtype=torch.float64):
-    """The same numbers, and no logits; in a dtype of fewer digits, as near to the truth as eager torch."""
+    """The same numbers, and no logits; with fewer digits, as near to the truth as eager torch."""
     expected, found, deferral = plain_and_deferred(model, use)
     assert deferral.materialized == {}
     assert deferral.fused == fused
@@ -81,13 +81,13 @@ def check(model, use, *, fused=1, dtype=torch.float64):
 
 
 def roundings(model, use, exact):
-    """By how many roundings the same is off in float32, not deferred: what so many operations cost."""
+    """By how many roundings float32, not deferred, is off: what so many operations cost."""
     eager = copy.deepcopy(model).float()
     return roundings_of(differentiated(eager, use(eager)), exact)
 
 
 def within_eager(ours, eager, exact, dtype, *, size=None):
-    """No further from the truth than twice eager's error and a rounding (of a number as large as `size`)."""
+    """Off by at most twice eager's error and a rounding (of a number as large as `size`)."""
     error, theirs = norm(ours.double() - exact), norm(eager.double() - exact)
     allowed = 2 * theirs + torch.finfo(dtype).eps * (norm(exact) if size is None else size)
     assert error <= allowed, f"error {error:.3e} exceeds its budget {allowed:.3e}"

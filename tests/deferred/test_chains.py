@@ -1,5 +1,5 @@
-"""Random chains of operations on the logits, recorded or not, and in any order: the numbers and gradients are
-those of real ones."""
+"""Random chains of operations on the logits, recorded or not, and in any order: the numbers and
+gradients are those of real ones."""
 
 import copy
 import random
@@ -122,7 +122,8 @@ def test_random_chains(first):
         expected, found, _ = plain_and_deferred(model, use)
         narrow = copy.deepcopy(model).float()
         for ours, want, eager in zip(found, expected, differentiated(narrow, use(narrow))):
-            # The error of float32, scaled to float64; each of the two computations has an error of its own.
+            # The error of float32, scaled to float64; each of the two computations has an error of
+            # its own.
             scaled = (
                 norm(eager.double() - want) * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
             )

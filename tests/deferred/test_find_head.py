@@ -100,8 +100,8 @@ def test_head_with_own_forward():
 
 
 def partition(parameter):
-    """As DeepSpeed ZeRO-3 leaves a parameter outside of its module's forward: an imitation of its attributes,
-    since DeepSpeed itself is no dependency of the tests."""
+    """As DeepSpeed ZeRO-3 leaves a parameter outside of its module's forward: an imitation of its
+    attributes, since DeepSpeed itself is no dependency of the tests."""
     parameter.ds_id, parameter.ds_shape = 0, parameter.shape
     parameter.ds_status = "ZeroParamStatus.NOT_AVAILABLE"
     parameter.ds_tensor = parameter.data.flatten()
@@ -140,7 +140,7 @@ def test_weight_partitioned_by_zero_later():
 
 
 def test_head_shared_within_model():
-    """A second use that needs real logits has them, to the bit, and is named; the loss stays fused."""
+    """A second use that needs real logits has them, to the bit, and is named; the loss is fused."""
     model, tokens, targets = make()
 
     def use(model):
@@ -179,7 +179,7 @@ def test_head_shared_by_two_models():
 
 
 def test_weight_freed_after_head():
-    """As FSDP2 does with a unit that is resharded after its forward (itself in test_distributed.py)."""
+    """As FSDP2 does with a unit resharded after its forward (itself in test_distributed.py)."""
     model, tokens, targets = make()
     with lowtide.defer_logits(model):
         logits = model(tokens)[0]

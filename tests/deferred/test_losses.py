@@ -1,4 +1,4 @@
-"""Every common spelling of a loss: the numbers and gradients of the model as it was, and no logits."""
+"""Each common spelling of a loss: numbers and gradients of the model as it was, and no logits."""
 
 import pytest
 import torch

@@ -379,7 +379,7 @@ def test_detach_in_place_refused(name):
 
 
 class Forwards(torch.autograd.Function):
-    """Runs what it is given with gradients, as an outer Function that differentiates by itself does."""
+    """Runs what it is given with gradients, as an outer Function that differentiates does."""
 
     @staticmethod
     def forward(ctx, run, hidden):

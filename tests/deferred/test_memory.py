@@ -12,7 +12,8 @@ from lowtide.deferred import RealLogitsWarning
 from lowtide.memory import peak_memory
 from tests.deferred.helpers import GPT
 
-# So many rows of float32 logits take more than the default workspace: 64 MiB on the CPU, 1 GiB on CUDA.
+# So many rows of float32 logits take more than the default workspace: 64 MiB on the CPU, 1 GiB on
+# CUDA.
 ROWS = {"cpu": 640, "cuda": 16384}
 D, V = 8, 32768
 
@@ -91,7 +92,7 @@ def test_memory_without_logits_outside_loss(device, what):
 
 
 def test_memory_between_forward_and_backward(device):
-    """One gradient of the head and of its input, which the loss has formed already; nothing of a row's."""
+    """One gradient of the head and its input, which the loss has formed already; none of a row."""
     model, tokens, targets = prepared(device, torch.float32)
     with lowtide.defer_logits(model), peak_memory(device) as peak:
         logits, _ = model(tokens, targets)

@@ -1,5 +1,5 @@
-"""What logits are made of may change before they are made: then they are those of the old values, or an
-error."""
+"""What logits are made of may change before they are made: then they are those of the old values,
+or an error."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_slices_after_step(name):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_slices_before_step(name):
-    """A view of the hidden states or the weight is told from what it was, a copy needs none of that."""
+    """A view of the hidden states or the weight is told from what it was; a copy is not."""
     model, tokens, targets = make()
     expected = PARTS[name](model(tokens)[0])
     with lowtide.defer_logits(model):

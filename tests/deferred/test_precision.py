@@ -1,5 +1,5 @@
-"""Operands of other dtypes than the head's: no further from float64 than the model's own code, by torch's own
-promotion, and never a division by what may be 0."""
+"""Operands of other dtypes than the head's: no further from float64 than the model's own code, by
+torch's own promotion, and never a division by what may be 0."""
 
 import copy
 

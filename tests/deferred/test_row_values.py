@@ -1,4 +1,4 @@
-"""What is a number a row, or a few: the same as of real logits, gradients included, and no logits."""
+"""A number a row, or a few: the same as of real logits, gradients included, and no logits."""
 
 import pytest
 import torch

@@ -170,8 +170,8 @@ def test_checkpointing_head():
 
 @pytest.mark.parametrize("what", ["head", "layer and head"])
 def test_checkpointing_head_reentrant(what):
-    """Its first pass has no gradients, and must not be taken for a loss without them, beside another term
-    neither."""
+    """Its first pass has no gradients, and must not be taken for a loss without them, beside
+    another term neither."""
     model, tokens, targets = make()
     head = model.lm_head if what == "head" else lambda h: model.lm_head(torch.tanh(h))
     with lowtide.defer_logits(model):

@@ -1,6 +1,6 @@
-"""What test_distributed.py runs as two processes: each scenario is trained by two ranks, deferred, and by
-each alone on all of the data, not deferred, in float64. Gradients may differ by as many roundings as those of
-the same in float32."""
+"""What test_distributed.py runs as two processes: each scenario is trained by two ranks, deferred,
+and by each alone on all of the data, not deferred, in float64. Gradients may differ by as many
+roundings as those of the same in float32."""
 
 import contextlib
 

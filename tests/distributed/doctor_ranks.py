@@ -1,5 +1,5 @@
-"""What test_doctor.py runs as two processes: calls whose collectives are counted, beside those that the
-doctor tells.
+"""What test_doctor.py runs as two processes: calls whose collectives are counted, beside those that
+the doctor tells.
 """
 
 from dataclasses import replace

@@ -1,9 +1,9 @@
-"""Computes, as processes of test_fsdp.py, two steps' gradients of a model under FSDP2, beside those of one
-process that has all of the data. The result: the largest error of a gradient over the largest gradient, and
-the collectives of the head in the second step.
+"""Computes, as processes of test_fsdp.py, two steps' gradients of a model under FSDP2, beside those
+of one process that has all of the data. The result: the largest error of a gradient over the
+largest gradient, and the collectives of the head in the second step.
 
-A scenario is (loss, arrangement, options): the loss is computed by a function given the head's parameter, by
-chunked_loss given the head, or by the model's own code with deferred logits.
+A scenario is (loss, arrangement, options): the loss is computed by a function given the head's
+parameter, by chunked_loss given the head, or by the model's own code with deferred logits.
 
 Shapes: B sequences, T tokens, D features, V classes, R rank of an adapter.
 """
@@ -217,7 +217,7 @@ def small(where, **given):
 
 
 def run_gathered(case, loss_of, where, rank):
-    """The error of the head's gradient, where its unit is gathered when the last loss is computed."""
+    """The error of the head's gradient, where its unit is gathered at the last loss."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(2, RANKS, 1, T, D), torch.randint(V, (2, RANKS, 1, T))
     model, whole = small(where), Small()

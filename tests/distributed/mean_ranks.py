@@ -1,10 +1,12 @@
-"""Computes, as processes of test_mean_over_ranks.py, one optimizer step's gradients, averaged over the
-ranks by DDP or FSDP2, beside those of one process that has all of the data. Everything is float64.
+"""Computes, as processes of test_mean_over_ranks.py, one optimizer step's gradients, averaged over
+the ranks by DDP or FSDP2, beside those of one process that has all of the data. Everything is
+float64.
 
-A scenario is (wrapper, data-parallel ranks, targets, micro-batches, loss). The ranks that are left are
-sequence parallel: each has a part of the tokens of every sequence of its data-parallel rank.
+A scenario is (wrapper, data-parallel ranks, targets, micro-batches, loss). The ranks that are left
+are sequence parallel: each has a part of the tokens of every sequence of its data-parallel rank.
 
-Shapes: A micro-batches, P data-parallel ranks, B sequences of each, T tokens, D features, V classes.
+Shapes: A micro-batches, P data-parallel ranks, B sequences of each, T tokens, D features, V
+classes.
 """
 
 import contextlib

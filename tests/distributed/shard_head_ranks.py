@@ -1,5 +1,5 @@
-"""Runs, as two processes of test_shard_head.py, models whose head lowtide.shard_head has divided, beside one
-process that has all of the data, and beside FSDP2 alone.
+"""Runs, as two processes of test_shard_head.py, models whose head lowtide.shard_head has divided,
+beside one process that has all of the data, and beside FSDP2 alone.
 
 Shapes: N tokens of a rank, D features, V classes.
 """
@@ -243,8 +243,8 @@ def scaled_apart(kind, rank, mesh):
 
 
 def orders_of_backward(kind, rank, mesh):
-    """Twice with the graph retained; two losses in one sum; other losses, or none, on one rank: gradients of
-    all ranks' tokens, or an error on both.
+    """Twice with the graph retained; two losses in one sum; other losses, or none, on one rank:
+    gradients of all ranks' tokens, or an error on both.
     """
     head, alone, (x, y), (every_x, every_y) = divided_head("orders", rank, mesh)
     x, every_x = x.detach().requires_grad_(), every_x.detach().requires_grad_()
@@ -286,7 +286,8 @@ def orders_of_backward(kind, rank, mesh):
         assert "operator must be the same on all ranks" in said
     other.backward()  # the ranks are together again
 
-    # A rank that leaves out its loss and never comes back: the others raise when their group's time is over.
+    # A rank that leaves out its loss and never comes back: the others raise when their group's time
+    # is over.
     if DEVICE == "cuda":
         return {}  # there the work that waits is the card's, and NCCL ends the process
     short = dist.new_group(timeout=timedelta(seconds=2))
@@ -315,7 +316,7 @@ def refused(message, function, *arguments, **options):
 
 
 def known(kind, rank, mesh):
-    """The head's own parameters are known from the start, and so are deferred copies; others are refused."""
+    """The head's own parameters and deferred copies are known at once; others are refused."""
     head, alone, (x, y), _ = divided_head("bias", rank, mesh)
     weight, bias = dict(head.named_parameters()).values()
     expected = F.linear(x, alone.weight, alone.bias).logsumexp(-1).masked_fill(y == -100, 0)
@@ -403,8 +404,8 @@ def not_a_member(kind, rank, mesh):
 
 
 def deferred_by_chunks(kind, rank, mesh):
-    """Losses without a fused form have the values and gradients of all ranks' tokens, too. A vector of all
-    classes is no part of a divided bias."""
+    """Losses without a fused form have the values and gradients of all ranks' tokens, too. A vector
+    of all classes is no part of a divided bias."""
     for weight, bias, scale in (
         (None, "bias", 1.5),
         (CLASS_WEIGHT.double(), "bias", 1.5),
@@ -433,8 +434,8 @@ def deferred_by_chunks(kind, rank, mesh):
 
 
 def positions(kind, rank, mesh):
-    """A K-dimensional criterion: as one process where each rank has whole classes, and under FSDP2; else a
-    sentence on all ranks."""
+    """A K-dimensional criterion: as one process where each rank has whole classes, and under FSDP2;
+    else a sentence on all ranks."""
     P = 3
     for bias, classes, way in product((False, True), (V, V + 1), ("shard_head", "tensor parallel", "fsdp")):
         torch.manual_seed(0)
@@ -477,8 +478,8 @@ def z_loss(kind, rank, mesh):
 
 
 def distillation(kind, rank, mesh):
-    """A student of `shard_head`, whose teacher is another such head, or whole on each rank: the losses and
-    gradients of all ranks' rows, by the definition.
+    """A student of `shard_head`, whose teacher is another such head, or whole on each rank: the
+    losses and gradients of all ranks' rows, by the definition.
     """
     count = 0
     for divergence, reduction, teacher_kind, bias, workspace in product(

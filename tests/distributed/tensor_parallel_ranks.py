@@ -1,5 +1,5 @@
-"""What test_tensor_parallel.py runs as two processes: models whose head is tensor parallel, trained by their
-own code with deferred logits, beside one process.
+"""What test_tensor_parallel.py runs as two processes: models whose head is tensor parallel, trained
+by their own code with deferred logits, beside one process.
 
 Shapes: B sequences, T tokens, D features, V classes.
 """

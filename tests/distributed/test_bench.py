@@ -1,4 +1,4 @@
-"""`lowtide bench` under torchrun: each rank a part of the classes, or tokens of its own under FSDP2."""
+"""`lowtide bench` under torchrun: each rank with classes, or under FSDP2 tokens, of its own."""
 
 import csv
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_rows_of_uneven_shards(tmp_path):
 
 
 def test_rows_of_a_head_under_fsdp(tmp_path):
-    """Errors are against float64, for the loss, each rank's dX and its shard of dW, of uneven shards."""
+    """Errors are against float64, of the loss, each rank's dX and its uneven shard of dW."""
     done = torchrun(tmp_path, *BENCH, "--fsdp", "3", "--csv", "fsdp.csv", ranks=3)
     assert done.returncode == 0, done.stderr
     title = "smoke-cpu-fsdp3: 256 x 64 x 1024 float32 on cpu, tokens of each of 3 ranks, step"

@@ -1,4 +1,4 @@
-"""The examples for several ranks print one process's numbers, or eager torch's, as the gallery shows."""
+"""The examples for several ranks print one process's numbers, or eager torch's, as shown."""
 
 import importlib.util
 import os

@@ -1,6 +1,7 @@
-"""The head under FSDP2 as people arrange it: one process's gradients, and how often the head is gathered.
+"""The head under FSDP2 as people arrange it: one process's gradients, and how often it is gathered.
 
-tests/ops/chunked_loss/test_distributed.py and tests/deferred/test_distributed.py have more of these two.
+tests/ops/chunked_loss/test_distributed.py and tests/deferred/test_distributed.py have more of these
+two.
 """
 
 from itertools import product
@@ -16,8 +17,8 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
 
-# A head that is freed after its forward is gathered again for its backward, as torch does it. Between
-# micro-batches it is not freed.
+# A head that is freed after its forward is gathered again for its backward, as torch does it.
+# Between micro-batches it is not freed.
 ONCE = [
     *("parameter, own, kept", "parameter, own, default", "parameter, root, default, bias"),
     *("parameter, with norm, kept", "parameter, tied, kept", "parameter, tied, root, default"),
@@ -89,7 +90,7 @@ def test_exact(results, kind):
 
 @pytest.mark.parametrize("kind", [*ONCE, *TWICE])
 def test_head_collectives_per_step(results, kind):
-    """One gather, or two where it is freed after forward; one reduction, or none of a frozen head."""
+    """One gather, or two if it is freed after forward; one reduction, none of a frozen head."""
     for rank in results:
         times = 2 if kind in TWICE else 1
         assert rank[kind]["gathers"] == times, rank[kind]
@@ -136,7 +137,7 @@ def test_raises(results, kind):
 
 
 def test_full_tensor_is_wrong(results):
-    """What must not happen: the head's gradient is not reduced, silently. In the root unit it is plain."""
+    """What must not be: the head's gradient is silently not reduced. The root unit's is plain."""
     for rank in results:
         wrong, plain, twice = (rank[kind]["errors"] for kind in FORBIDDEN)
         assert wrong["head.weight"] > 0.3
@@ -168,8 +169,8 @@ def test_every_arrangement(tmp_path, loss, device):
 
 
 def _raises(kind):
-    """The head is freed before the loss needs it, or not gathered at all. A unit of several modules whose
-    head is called outside is still gathered."""
+    """The head is freed before the loss needs it, or not gathered at all. A unit of several modules
+    whose head is called outside is still gathered."""
     loss, *given = kind.split(", ")
     freed, outside = "kept" not in given, "outside" in given
     if "root" in given:

@@ -1,4 +1,4 @@
-"""Each rank takes its part of a call with DTensors; results and gradients have the placements promised.
+"""Each rank takes its part of a call with DTensors; results and gradients are placed as promised.
 
 torch's local-tensor mode holds the tensors of all ranks in one process, so every rank is looked at.
 
@@ -120,7 +120,8 @@ def check(ranks, mesh, place, V, rows):
     assert tuple(total.placements) == tuple(on_mesh(Replicate()))
     assert torch.equal(of_rank(by_row.full_tensor(), 0), 3 * tensors["row_weight"])
 
-    # Gradients arrive summed over the ranks, and are placed as the tensors are: nothing reduces them again.
+    # Gradients arrive summed over the ranks, and are placed as the tensors are: nothing reduces
+    # them again.
     for name in ("input", "linear_weight", "linear_bias", "row_weight"):
         call.tensors[name].sum().backward()
         gradient = given[name].grad
@@ -169,7 +170,7 @@ def test_refused_placements(ranks):
 @pytest.mark.parametrize("ranks", [4], indirect=True)
 @pytest.mark.parametrize("V", [12, 10, 5])
 def test_shard_head(ranks, V):
-    """Each rank's part is that of distribute_tensor, which FSDP2's is; and own_classes says which it is."""
+    """Each rank's part is that of distribute_tensor, which FSDP2's is; own_classes tells it."""
     from torch.distributed.tensor import Shard
 
     import lowtide

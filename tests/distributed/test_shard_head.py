@@ -1,4 +1,4 @@
-"""A head whose classes stay divided over data-parallel ranks: one process's gradients, FSDP2's parameters."""
+"""A head divided by classes over data-parallel ranks: one process's gradients, FSDP2 parameters."""
 
 import copy
 import re
@@ -48,7 +48,7 @@ def results(request, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_exact(results, kind):
-    """Averaged as by FSDP2, for ranks of 11 and 4 tokens and shards of 19 and 18 classes; in float64."""
+    """Averaged as by FSDP2, for ranks of 11 and 4 tokens and shards of 19 and 18 classes."""
     for rank in results:
         assert "raised" not in rank[kind], rank[kind]
         assert all(each <= 1e-14 for each in rank[kind]["errors"].values())

@@ -1,4 +1,4 @@
-"""`lowtide train --parallel` under torchrun, in real processes: the losses equal those of one process."""
+"""`lowtide train --parallel` under torchrun, in real processes: the losses of one process."""
 
 import argparse
 import csv
@@ -56,8 +56,8 @@ def test_losses_are_one_process(tmp_path, parallel):
     figure = (tmp_path / "out" / FIGURE).read_bytes()
     assert struct.unpack(">II", figure[16:24]) == (1600, 672)
 
-    # The checkpoint holds all of the model and the optimizer. Averages of gradients show a wrong scale,
-    # which Adam's steps hide.
+    # The checkpoint holds all of the model and the optimizer. Averages of gradients show a wrong
+    # scale, which Adam's steps hide.
     saved, alone = (torch.load(tmp_path / f"out/{run}/checkpoint.pt") for run in (f"{parallel}-2", "lowtide"))
     assert saved["model"].keys() == alone["model"].keys()
     for place, (name, weight) in enumerate(alone["model"].items()):
@@ -71,8 +71,8 @@ def test_losses_are_one_process(tmp_path, parallel):
 @pytest.mark.parametrize("device", [on_cards(2)])
 @pytest.mark.parametrize("parallel", ["data", "tensor", "shard_head"])
 def test_losses_on_cards(tmp_path, device, parallel):
-    """Autocast rounds the products of a rank and those of one process differently. The losses of the ranks
-    must be as close to those of one process as the losses of an eager run are."""
+    """Autocast rounds the products of a rank and those of one process differently. The losses of
+    the ranks must be as close to those of one process as the losses of an eager run are."""
     done = train(tmp_path, "--parallel", parallel, "--steps", "20", device=device)
     assert done.returncode == 0, done.stderr
     eager = train(tmp_path, "--loss", "eager", "--steps", "20", device=device, ranks=1)
@@ -109,7 +109,7 @@ def test_resumed_run_is_the_whole_one(tmp_path, options):
     ],
 )
 def test_errors_are_told_once(tmp_path, arguments, said):
-    """An error is told in one line, and in torchrun's final report: torchrun itself starts the ranks here."""
+    """An error is told in one line, and in torchrun's final report; torchrun starts the ranks."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -1,5 +1,6 @@
-"""What test_two_dimensional.py runs as four processes: FSDP2 over one dimension of a mesh, tensor parallelism
-over the other. A scenario returns the relative error of each gradient, against one process.
+"""What test_two_dimensional.py runs as four processes: FSDP2 over one dimension of a mesh, tensor
+parallelism over the other. A scenario returns the relative error of each gradient, against one
+process.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The tables and summaries of benchmarks/h200/heads.csv and attention_real.csv say what their rows say."""
+"""Tables and summaries of benchmarks/h200/heads.csv and attention_real.csv say what rows say."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""The page says that FlexAttention computes the same: both do here. (It has no gradients on the CPU.)
+"""The page says that FlexAttention computes the same: it does. (It has no gradients on the CPU.)
 
 Shapes: B batches, H heads, M queries and keys, K features.
 """

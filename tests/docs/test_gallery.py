@@ -1,4 +1,4 @@
-"""The gallery has every script, with the output of a run; its table has the numbers of these outputs."""
+"""The gallery has every script, with a run's output; its table has the numbers of the outputs."""
 
 import os
 import re

@@ -1,7 +1,8 @@
 """The page says what Liger's calls become here: both give the same loss and the same gradients.
 
-Liger's kernels run on the CPU in Triton's interpreter, but for those of class weights and of a soft cap.
-Where Liger is not installed, these tests are skipped; a job of the workflow ci.yml installs it.
+Liger's kernels run on the CPU in Triton's interpreter, but for those of class weights and of a soft
+cap. Where Liger is not installed, these tests are skipped; a job of the workflow ci.yml installs
+it.
 
 Shapes: N tokens, D features, V classes; B pairs of T tokens.
 """

@@ -1,5 +1,5 @@
-"""The built site: no warning, no dead link, tables that say what the CSVs and the code say, and in a browser
-every page, a formula, and the search."""
+"""The built site: no warning, no dead link, tables that say what the CSVs and the code say, and in
+a browser every page, a formula, and the search."""
 
 import csv
 import os
@@ -21,7 +21,7 @@ VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "met
 
 
 class Tables(HTMLParser):
-    """The cells of each table of the class `benchmark`, as text and link; and the text of each id."""
+    """The cells of each table of the class `benchmark`, as text and link; each id's text."""
 
     def __init__(self, page):
         super().__init__()

@@ -1,5 +1,6 @@
-"""Every block of Python on the site and in the README runs as it is pasted: those of a page one after the
-other, those of the README each by itself. What a block prints is what its comment says."""
+"""Every block of Python on the site and in the README runs as it is pasted: those of a page one
+after the other, those of the README each by itself. What a block prints is what its comment
+says."""
 
 import ast
 import gc

@@ -1,6 +1,7 @@
 """The fuzzer: random calls of everything public, each against float64, for as long as it is given.
 
-`python -m tests.fuzz --help` says how to run it, CONTRIBUTING.md when. One integer determines a case.
+`python -m tests.fuzz --help` says how to run it, CONTRIBUTING.md when. One integer determines a
+case.
 
 __main__.py    the command line and the summary
 subjects.py    what is called, by name, and the module of each

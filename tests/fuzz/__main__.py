@@ -1,4 +1,4 @@
-"""The command line: runs cases, prints each finding with the command that repeats it, and sums up."""
+"""The command line: runs cases, prints each finding with a command to repeat it, sums up."""
 
 import argparse
 import os

@@ -46,7 +46,7 @@ def draw_case(draw: Draw, signature: str, dtype: torch.dtype) -> tuple[Case, boo
 
 
 def laid_out(draw: Draw, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As callers have them: heads first or last, views of a packed product, slices of wider tensors."""
+    """As callers have them: heads first or last, views of a packed product, slices of tensors."""
     query, key, value = tensors.values()
     kind = draw.pick("layout", ("contiguous", "heads", "heads", "packed", "sliced", "any", "any"))
     if kind == "packed" and query.shape == key.shape == value.shape:

@@ -28,8 +28,8 @@ def draw_upstream(draw: Draw, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def with_enough_workspace(function: Callable[[int | None], Result], workspace: int | None) -> Result:
-    """Of a workspace that is too small the error names one that is not. (Of an operator: where another comes
-    after it, as one without gradients and one with, that may ask for more.)"""
+    """Of a workspace that is too small the error names one that is not. (Of an operator: where
+    another comes after it, as one without gradients and one with, that may ask for more.)"""
     for _ in range(3):
         try:
             return function(workspace)

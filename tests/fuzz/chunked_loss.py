@@ -1,4 +1,4 @@
-"""chunked_loss: heads and losses as people write them, in both modes and any chunks, against float64."""
+"""chunked_loss: heads and losses as people write them, in each mode and chunk, against float64."""
 
 import copy
 import math

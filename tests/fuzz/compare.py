@@ -1,9 +1,10 @@
 """Decides if results are close enough to float64: the budget of tests/support/budgets.py, and a few
 roundings.
 
-That budget is for chosen inputs. Here there are any: results of one number, where eager torch is right by
-luck; gradients that underflow or leave the range of their dtype; half-precision factors that are rounded
-once more. So errors of eager torch count threefold, and a rounding of each result's own dtype is added.
+That budget is for chosen inputs. Here there are any: results of one number, where eager torch is
+right by luck; gradients that underflow or leave the range of their dtype; half-precision factors
+that are rounded once more. So errors of eager torch count threefold, and a rounding of each
+result's own dtype is added.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,8 +71,8 @@ def _compare(
     terms: Tensor,
 ) -> None:
     info = torch.finfo(got.dtype)
-    # Beyond the range of its dtype, or near its end, a number may be infinite or not; and so where a sum that
-    # cancels has terms beyond the range of what it is formed in.
+    # Beyond the range of its dtype, or near its end, a number may be infinite or not; and so where
+    # a sum that cancels has terms beyond the range of what it is formed in.
     near = torch.maximum(want.abs(), magnitude.abs().nan_to_num(torch.inf)) > info.max / 8
     certain = want.isfinite() & ~near & eager.isfinite()
     if not got[certain].isfinite().all():
@@ -99,9 +100,9 @@ Run = Callable[[Callable[[Tensor], Tensor]], Result]
 
 
 def measured(run: Run, dtype: torch.dtype, *, cancels: bool = False) -> References:
-    """The references of anything. Magnitudes are how far float64 results move when all operands do; if they
-    may be sums of which nothing is left (`cancels`), no less than 1, about which operands are, and the
-    largest result."""
+    """The references of anything. Magnitudes are how far float64 results move when all operands do;
+    if they may be sums of which nothing is left (`cancels`), no less than 1, about which operands
+    are, and the largest result."""
     exact = run(lambda tensor: tensor.double())
     eager = run(lambda tensor: tensor.to(torch.float32 if dtype == torch.float64 else dtype))
     if dtype in (torch.float32, torch.float64):
@@ -159,7 +160,7 @@ def widened(references: References, run: Run) -> References:
 
 
 def mapped(inputs: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """A dataclass of tensors with its floating-point ones converted; new leaves where those are leaves."""
+    """A dataclass of tensors with its floating-point ones converted; leaves stay leaves."""
     changed = {}
     for field in fields(inputs):
         tensor = getattr(inputs, field.name)

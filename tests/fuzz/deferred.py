@@ -1,7 +1,7 @@
-"""Programs of tensor operations on deferred logits: the values and gradients of real ones, or an error.
+"""Programs of tensor operations on deferred logits: values and gradients of real ones, or an error.
 
-What torch refuses must be refused. What torch takes must be right, but for operands that are changed before
-they are used: then the right old answer, or a RuntimeError.
+What torch refuses must be refused. What torch takes must be right, but for operands that are
+changed before they are used: then the right old answer, or a RuntimeError.
 """
 
 import dataclasses

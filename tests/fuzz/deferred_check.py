@@ -110,9 +110,11 @@ def _may_be_taken(program: Program, plain: Evaluation, device: str) -> bool:
     """Return whether torch's error concerns its memory or its kernels, and not the numbers."""
     text = str(plain.error)
     if plain.backward and program.has("changes", "data"):
-        # Torch refuses a change of what it has saved; lowtide has saved it before, or saved something else.
+        # Torch refuses a change of what it has saved; lowtide has saved it before, or saved
+        # something else.
         return True
-    # Torch refuses a change of one of several views, or of what it has saved, which may be a copy here.
+    # Torch refuses a change of one of several views, or of what it has saved, which may be a copy
+    # here.
     if program.has("in place"):
         return re.search("modified (by an )?inplace|Can't detach views", text) is not None
     # Class weights of another dtype: there is no such kernel on CUDA.
@@ -206,7 +208,8 @@ def _check_errors(
         allowed += max(1 / max(many, 1), 0.02) * eps * norm(size)
         if name != names[0]:
             allowed += 0.25 * eps * scale * own.numel() ** 0.5
-        # Where roundings of the first order cancel, as in the slope of lse(z - lse(z))^2, the next remain.
+        # Where roundings of the first order cancel, as in the slope of lse(z - lse(z))^2, the next
+        # remain.
         floor = max(eps**2, FLOAT64)
         allowed += floor * largest * max(1, own.numel()) ** 0.5
         allowed += FLOAT64 * norm(size)
@@ -223,9 +226,10 @@ def _check_errors(
 def _of_parts(program: Program, device: str, name: str, exact: Tensor, sure: Tensor, allowed: float) -> float:
     """The size of what a gradient is added up from, each term rounded by itself: terms may cancel.
 
-    Real logits and each fused number give one. It is how far the float64 gradient of the deferred program
-    moves if each operation's does, by three standard deviations of a rounding. That gradient is checked
-    first: roundings aside, those of its own terms included, the deferred program is right.
+    Real logits and each fused number give one. It is how far the float64 gradient of the deferred
+    program moves if each operation's does, by three standard deviations of a rounding. That
+    gradient is checked first: roundings aside, those of its own terms included, the deferred
+    program is right.
     """
     every = [evaluate(program, "deferred exact", device, noise) for noise in range(3)]
     if any(name not in each.gradients for each in every):

@@ -1,4 +1,4 @@
-"""Last lines of a program: a loss, or any other number. Each entry gives the right-hand side of `r = ...`."""
+"""Last lines of a program: a loss, or any other number. Each is the right side of `r = ...`."""
 
 from tests.fuzz.deferred_numbers import Entry
 from tests.fuzz.deferred_writer import Writer
@@ -10,7 +10,8 @@ STRIDES = "[step for size, step in zip(z.shape, z.stride()) if size > 1]"
 def _targets(w: Writer, shape: tuple[int, ...], classes: int) -> str:
     name = w.new(shape, f"{max(classes, 1)} i64")
     chosen = w.choice((name, name, f"{name}.masked_fill({name} == 0, -100)"))
-    # The mean of a single ignored target is 0 in torch on CUDA, and NaN on the CPU and everywhere else.
+    # The mean of a single ignored target is 0 in torch on CUDA, and NaN on the CPU and everywhere
+    # else.
     return chosen if shape or w.draw.device == "cpu" else name
 
 

@@ -1,7 +1,7 @@
 """A program: lines of Python on logits `z`, and what it is run on. Its text is all that a case is.
 
-The same text runs on the model as it is, on the model with deferred logits, and in float64, where every
-floating-point dtype in it means float64 and nothing is changed behind the logits' back.
+The same text runs on the model as it is, on the model with deferred logits, and in float64, where
+every floating-point dtype in it means float64 and nothing is changed behind the logits' back.
 
 Shapes: B sequences, T tokens, D features, V classes.
 """

@@ -1,4 +1,4 @@
-"""Lines that change the shape of logits, or take some. Each entry gives the right side of `z = ...`."""
+"""Lines that change the shape of logits, or take some. Each is the right side of `z = ...`."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Writes a program line by line, beside a run of it on the model as it is: so each line knows its shapes."""
+"""Writes a program line by line, and runs it on the model as it is: each line knows its shapes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -75,7 +75,7 @@ class Writer:
         return f"a{k}"
 
     def beside(self, dtype: str | None = None) -> str:
-        """A tensor that broadcasts with the logits: 0-d, one of classes, one of rows, one as large, ..."""
+        """A tensor to broadcast with the logits: 0-d, of classes, of rows, one as large, ..."""
         shape = self.shape
         sizes = [1 if self.draw.chance(0.4) else size for size in shape]
         shapes = [(), (1,), (self.last,), (*shape[:-1], 1), shape, tuple(sizes), tuple(sizes[1:])]

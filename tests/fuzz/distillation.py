@@ -78,7 +78,8 @@ def case(draw: Draw) -> Callable[[], None]:
 
     def run() -> None:
         refs = widened(References(*references(inputs, divergence, upstream, **options)), densely)
-        # A term is a difference of two log-probabilities: where they are equal, their roundings are left.
+        # A term is a difference of two log-probabilities: where they are equal, their roundings are
+        # left.
         terms = inputs.student_input[..., 0].numel() if options["reduction"] == "sum" else 1
         refs.magnitude["loss"].clamp_(min=max(1, terms))
         if (

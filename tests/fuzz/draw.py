@@ -68,7 +68,7 @@ class Draw(random.Random):
     # Memory.
 
     def laid_out(self, name: str, tensor: Tensor, *, expand: bool = True) -> Tensor:
-        """The same numbers (of an expanded tensor fewer) in some layout, which the description names."""
+        """The same numbers (of an expanded tensor fewer) in a layout that the description names."""
         if tensor.dim() == 0 or self.chance(0.5):
             return tensor
         layout = self.choice(LAYOUTS)

@@ -1,4 +1,4 @@
-"""linear_log_probs: the same draws as for the loss, and an upstream gradient for each of the results."""
+"""linear_log_probs: the same draws as for the loss, and an upstream gradient for each result."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,8 +59,8 @@ def case(draw: Draw) -> Callable[[], None]:
                 for name, leaf in leaves.items()
             }
 
-        # The entropy has the logarithm of a sum of exponentials, which is 1 or more. Where it is nearly 1,
-        # nothing of the entropy is as large as one rounding of that sum.
+        # The entropy has the logarithm of a sum of exponentials, which is 1 or more. Where it is
+        # nearly 1, nothing of the entropy is as large as one rounding of that sum.
         refs.magnitude["entropy"] = refs.magnitude["entropy"] + 1 / SUMS
 
         def within(workspace: int | None) -> None:

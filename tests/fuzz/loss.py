@@ -1,4 +1,4 @@
-"""linear_cross_entropy: sizes, dtypes, layouts, options, workspaces, backends and ways to differentiate.
+"""linear_cross_entropy: sizes, dtypes, layouts, options, workspaces, backends and derivatives.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -37,8 +37,8 @@ def draw_options(draw: Draw, inputs: Inputs, ignore_index: int | None) -> dict[s
 
 
 def truths_rounding(inputs: Inputs, way: str = "", **chain: Any) -> float:
-    """The relative error of exp(z - logsumexp), where both are large: of float64 itself, and of a backward
-    that computes z once more, in other pieces."""
+    """The relative error of exp(z - logsumexp), where both are large: of float64 itself, and of a
+    backward that computes z once more, in other pieces."""
     again = chain.get("reduction", "none") == "none" or way in TRANSFORMS
     if not (again or inputs.input.dtype == torch.float64) or not inputs.input.numel():
         return 0.0
@@ -109,7 +109,7 @@ def case(draw: Draw) -> Callable[[], None]:
 def autocast(
     draw: Draw, inputs: Inputs, function: Any, upstream: Tensor, options: dict[str, Any], dtypes: Any
 ) -> Callable[[], None]:
-    """Products of half-precision operands; eager torch is the same of leaves that are rounded before."""
+    """Products of half-precision operands; eager torch is the same of rounded leaves."""
     half = draw.pick("autocast", (torch.bfloat16, torch.float16))
 
     def run() -> None:

@@ -31,7 +31,7 @@ def make_inputs(
     ignore_index: int | None = -100,
     loss: bool = True,
 ) -> Inputs:
-    """Draw leaves in any layout, some with gradients; some logits are confident, and some extreme."""
+    """Draw leaves in any layout, some with gradients; some logits are confident, some extreme."""
     spread = draw.pick("spread", (2.0, 2.0, 0.0, 12.0, 1e4 if dtype != torch.float16 else 100.0))
     probabilities = loss and draw.chance(0.2)
     bias, learned_scale = draw.chance(0.4), draw.chance(0.2)

@@ -1,4 +1,4 @@
-"""The fuzzer itself: a few seconds of each subject without a finding, and that it does find what is wrong."""
+"""The fuzzer itself: a few seconds of each subject find nothing, and what is wrong is found."""
 
 import re
 import subprocess

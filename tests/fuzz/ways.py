@@ -126,7 +126,8 @@ def second_order(function: Function, leaves: Leaves, upstream: Upstream) -> Resu
     generator = torch.Generator().manual_seed(3)
     mixed = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     for each in first:
-        # Numbers of eight bits: autograd gives them to a gradient in its own dtype, float16 perhaps.
+        # Numbers of eight bits: autograd gives them to a gradient in its own dtype, float16
+        # perhaps.
         mixture = torch.randn(each.shape, generator=generator).bfloat16().double()
         mixed = mixed + (each.double() * mixture.to(each.device)).sum()
     if not mixed.requires_grad:

@@ -1,7 +1,7 @@
 """One case; and the process that runs them, one line of standard input after the other.
 
-A case is a function of a Draw that returns what to check, as a function: so its description is known before
-anything of lowtide runs, also to whoever survives a crash.
+A case is a function of a Draw that returns what to check, as a function: so its description is
+known before anything of lowtide runs, also to whoever survives a crash.
 """
 
 import gc
@@ -69,8 +69,8 @@ def described(error: BaseException) -> str:
 def prepare(device: str) -> None:
     """As tests/conftest.py does for the suite."""
     torch.set_num_threads(1)
-    # Backward runs in one thread: a checkpoint that raises in another thread would leave its hooks there, for
-    # later cases.
+    # Backward runs in one thread: a checkpoint that raises in another thread would leave its hooks
+    # there, for later cases.
     torch.autograd.set_multithreading_enabled(False)
     if device == "cpu" and importlib.util.find_spec("triton"):
         from tests.support.interpreter import leave_out_what_has_no_effect

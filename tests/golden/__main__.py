@@ -12,7 +12,8 @@ def main() -> int:
     if arguments.command == "compare":
         recorded = json.loads(Path(arguments.file).read_text())
         arguments.device = recorded["environment"]["device"]
-    # Both are read when torch and Triton are imported, here and in the processes that share the calls.
+    # Both are read when torch and Triton are imported, here and in the processes that share the
+    # calls.
     os.environ["OMP_NUM_THREADS"] = "1"
     if arguments.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"

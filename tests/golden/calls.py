@@ -1,6 +1,6 @@
-"""The table. Each engine, way of forming a weight's gradient, option, reduction, derivative and dtype is in
-one call at least; sizes and workspaces are such that the call goes the way that its name says, which
-`record` prints (and a test checks).
+"""The table. Each engine, way of forming a weight's gradient, option, reduction, derivative and
+dtype is in one call at least; sizes and workspaces are such that the call goes the way that its
+name says, which `record` prints (and a test checks).
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Call(NamedTuple):
     as_on_a_card: bool = False
     """Whether the CPU is to take the engines of a Hopper card, through Triton's interpreter."""
     deterministic: bool = False
-    """Whether torch.use_deterministic_algorithms is on, which it need not be for our own kernels."""
+    """Whether torch.use_deterministic_algorithms is on, which our own kernels do not need."""
 
 
 EVERYTHING = {"bias": True, "class_weight": True, "learned_scale": True, "z_loss": 0.02}
@@ -81,7 +81,8 @@ LOSS = {
     "loss, CPU exponentials, by class": Call(op.loss(200, 256, 4096, BF16, workspace=MIB), devices=CPU),
 }
 
-# The engines of a Hopper card: on a card, and on the CPU through the interpreter, in tiles that are as small.
+# The engines of a Hopper card: on a card, and on the CPU through the interpreter, in tiles that are
+# as small.
 CARD = {
     "loss, exponentials": Call(op.loss(1024, 128, 2048, BF16, bias=True), devices=CUDA),
     "loss, exponentials, at once": Call(op.loss(128, 128, 4096, BF16), devices=CUDA),

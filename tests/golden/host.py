@@ -30,8 +30,8 @@ SMALL = {
 
 
 def microseconds(device: str) -> dict[str, dict[str, float]]:
-    """The median of each call, and the least, which a busy machine disturbs less. The device is idle when a
-    call begins, so that the host never waits for it."""
+    """The median of each call, and the least, which a busy machine disturbs less. The device is
+    idle when a call begins, so that the host never waits for it."""
     return {name: _times(name, make, device) for name, make in SMALL.items()}
 
 

@@ -1,4 +1,4 @@
-"""All that the golden set takes from inside the package. Modules move; the names that are recorded stay."""
+"""All that the golden set takes from inside the package. Modules move; recorded names stay."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ def loss_of_terms(inputs: Sequence[Tensor], weights: Sequence[Tensor], target: T
 
 @contextlib.contextmanager
 def chosen_engines() -> Iterator[set[str]]:
-    """Collect the engine of each operator that runs in the block, and how it forms the weight's gradient."""
+    """Collect the engine of each operator run in the block, and how it forms a weight gradient."""
     found: set[str] = set()
     with contextlib.ExitStack() as stack:
         for module, name, describe in (
@@ -77,8 +77,8 @@ def _of_distillation(plan: Any, *_: Any) -> str:
 
 @contextlib.contextmanager
 def as_on_a_card() -> Iterator[None]:
-    """Take the engines of a Hopper card and the Triton kernels of distillation on the CPU: through Triton's
-    interpreter, in small tiles and float32, as the tests do."""
+    """Take the engines of a Hopper card and the Triton kernels of distillation on the CPU: through
+    Triton's interpreter, in small tiles and float32, as the tests do."""
     import pytest
 
     from tests.ops.linear_cross_entropy.on_exponentials import put_everywhere

@@ -1,7 +1,7 @@
 """How a row of the table becomes inputs, and a function of those that are differentiated.
 
-Shapes: N tokens, D features, V classes; of attention B batches, M queries, N keys, H query heads, G key
-heads, K features of queries and keys, E of values.
+Shapes: N tokens, D features, V classes; of attention B batches, M queries, N keys, H query heads, G
+key heads, K features of queries and keys, E of values.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 Outputs = dict[str, Tensor]
 Function = Callable[..., Any]
-"""Of the differentiated tensors, in their order: a tensor, or a tuple or dict of them and of numbers."""
+"""Of the differentiated tensors, in their order: a tensor, or a tuple or dict with numbers."""
 
 
 class Given:
-    """Inputs of one call: drawn on the CPU from a generator that its name seeds, moved to the device."""
+    """Inputs of one call: drawn on the CPU by a generator that its name seeds, then moved."""
 
     def __init__(self, name: str, device: str) -> None:
         self.device, self.generator = device, torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -79,7 +79,7 @@ def loss(
     transposed: bool = False,
     **options: Any,
 ) -> Make:
-    """rank: features of a second linear term; transposed: classes of the weight lie side by side."""
+    """rank: features of a second linear term; transposed: classes of weight lie side by side."""
 
     def make(given: Given) -> Function:
         given.leaf("input", N, D, dtype=dtype)
@@ -204,7 +204,7 @@ def torchs_attention(
     visible: tuple[int, ...] | None = None,
     **options: Any,
 ) -> Make:
-    """scaled_dot_product_attention; attn_mask: the shape of a trained one; visible: of a bool one."""
+    """scaled_dot_product_attention; attn_mask: shape of a trained one; visible: of a bool one."""
     N, G = N or M, G or H
 
     def make(given: Given) -> Function:
@@ -318,8 +318,8 @@ def deferred(
     gathered: bool = False,
     **options: Any,
 ) -> Make:
-    """gathered: the log-probabilities of the targets, by log_softmax and gather; else F.cross_entropy. The
-    function is of the model's own parameters, whatever it is given."""
+    """gathered: the log-probabilities of the targets, by log_softmax and gather; else
+    F.cross_entropy. The function is of the model's own parameters, whatever it is given."""
 
     def make(given: Given) -> Function:
         model = Model(head, D, V, softcap).to(given.device, dtype)

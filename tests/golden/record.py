@@ -43,8 +43,8 @@ def environment(device: str) -> Description:
 
 
 def describe_call(name: str, device: str) -> Description:
-    """The bits of what a call returns, the engines that it took, and the bytes that it held at once; or why
-    there is nothing to record: it fails, or gives other bits each time."""
+    """The bits of what a call returns, the engines that it took, and the bytes that it held at
+    once; or why there is nothing to record: it fails, or gives other bits each time."""
     try:
         return _describe_call(name, device)
     except Exception as error:

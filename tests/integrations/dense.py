@@ -22,7 +22,7 @@ def exactly(
     sinks=None,
     **_,
 ):
-    """The definition with all scores: models' "eager" has float32 and float32's smallest number in it."""
+    """The definition with all scores: models' "eager" has float32 and its smallest number."""
     repeat = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(repeat, 1) for each in (key, value))
     z_BHMN = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -1,5 +1,5 @@
-"""What each model of tests/integrations/zoo.py is given in a training step: text, or what it does not run
-without.
+"""What each model of tests/integrations/zoo.py is given in a training step: text, or what it does
+not run without.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """

@@ -1,5 +1,6 @@
-"""`python -m tests.integrations.run_examples` reads lines of a name and modules. It runs that example
-in a process of its own, forked off this one when it has imported the modules, which takes longer.
+"""`python -m tests.integrations.run_examples` reads lines of a name and modules. It runs that
+example in a process of its own, forked off this one when it has imported the modules, which takes
+longer.
 """
 
 import gc
@@ -42,8 +43,8 @@ if __name__ == "__main__":
         name, *modules = line.split()
         for module in ("lowtide", *modules):
             importlib.import_module(module)
-        # Otherwise the collector of each process goes through all objects, writes to them, and so copies
-        # them.
+        # Otherwise the collector of each process goes through all objects, writes to them, and so
+        # copies them.
         gc.freeze()
         print(json.dumps(run(name)), flush=True)
     gc.unfreeze()  # otherwise extensions report the objects as a leak

@@ -38,8 +38,8 @@ SIZES = {
 }
 PATTERNS = {pattern: size for size, patterns in SIZES.items() for pattern in patterns.split()}
 
-# Options that only one class of configuration needs. Decoders that hide padding start with another token: the
-# result of a query that sees no key depends on the implementation of attention.
+# Options that only one class of configuration needs. Decoders that hide padding start with another
+# token: the result of a query that sees no key depends on the implementation of attention.
 OPTIONS: dict[str, dict[str, Any]] = {
     "Blip2Config": {"num_query_tokens": 2, "image_token_index": IMAGE},
     "BltGlobalTransformerConfig": {"hidden_size": 64},
@@ -130,7 +130,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def small(config: PretrainedConfig, **options: Any) -> PretrainedConfig:
-    """One of the same class, from its constructor, as what is computed from sizes is computed there."""
+    """One of the same class, from its constructor, which computes what follows from sizes."""
     if dataclasses.is_dataclass(config):
         fields = [each.name for each in dataclasses.fields(config)]
     else:  # Transformers 4.

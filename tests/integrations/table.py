@@ -1,5 +1,6 @@
-"""`python -m tests.integrations.table` writes docs/reference/models.md: what a deferral and lowtide's
-attention do for each language model of the installed transformers that can be built small."""
+"""`python -m tests.integrations.table` writes docs/reference/models.md: what a deferral and
+lowtide's attention do for each language model of the installed transformers that can be built
+small."""
 
 import copy
 import warnings

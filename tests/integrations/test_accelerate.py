@@ -1,4 +1,4 @@
-"""Accelerate's prepare, before and after a deferral: the losses and gradients of the loop as it was."""
+"""Accelerate's prepare, before and after a deferral: losses and gradients of the old loop."""
 
 import copy
 
@@ -58,8 +58,8 @@ def test_training_loop(defer, precision):
 
 
 def test_hooks_on_head():
-    """They put a forward on the module itself, past which a deferral would not be called; and leave the
-    class's own there."""
+    """They put a forward on the module itself, past which a deferral would not be called; and leave
+    the class's own there."""
     model, tokens, targets = make(dtype=torch.float32)
     expected = differentiated(model, model(tokens, targets)[1])
     accelerate.hooks.add_hook_to_module(model.lm_head, accelerate.hooks.ModelHook())

@@ -212,7 +212,7 @@ def test_compile_one_graph():
 
 
 def test_memory_without_scores_and_mask():
-    """By the allocator: nothing of M x N, not even a bit of each, with a window, padding and a soft cap."""
+    """By the allocator: nothing of M x N, not even bits, with a window, padding and soft cap."""
     length = 2048
     model = build("Gemma2ForCausalLM", max_position_embeddings=length, vocab_size=16)
     tokens = torch.randint(3, 16, (1, length))

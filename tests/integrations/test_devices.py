@@ -1,5 +1,5 @@
-"""Models of Transformers on the CPU and on a card, larger than elsewhere: with heads that kernels are made
-for, and with more logits than the default workspace holds.
+"""Models of Transformers on the CPU and on a card, larger than elsewhere: with heads that kernels
+are made for, and with more logits than the default workspace holds.
 
 Shapes: B sequences, T tokens, V vocabulary; N tokens of them all.
 """

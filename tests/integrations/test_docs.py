@@ -1,4 +1,4 @@
-"""What the pages say of Transformers in numbers: counted in the generated table, or measured here."""
+"""What the pages say of Transformers in numbers: counted in the generated table or measured."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Each example that defers logits runs as its docstring says: the same loss, less memory, in no time. What
-their page says of them is what they print."""
+"""Each example that defers logits runs as its docstring says: the same loss, less memory, in no
+time. What their page says of them is what they print."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Adapters on the head: trained like the rest, not skipped as by a loss that reads `lm_head.weight`."""
+"""Adapters on the head: trained like the rest, not skipped as by reading `lm_head.weight`."""
 
 import copy
 

@@ -132,7 +132,7 @@ def test_run_resumed_without_callback(tmp_path):
 
 
 def test_run_after_error(tmp_path):
-    """The logits are real in between, and deferred in the second run, as in a retry with smaller batches."""
+    """The logits are real in between, and deferred in the second run, as in a smaller retry."""
     callback, model = TransformersDeferralCallback(), build("LlamaForCausalLM")
     state, control = transformers.TrainerState(), transformers.TrainerControl()
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])

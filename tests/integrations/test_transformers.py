@@ -1,4 +1,4 @@
-"""Transformers' own models, unmodified: loss and every gradient are those of the model without a deferral."""
+"""Transformers' own models, unmodified: loss and every gradient are those without a deferral."""
 
 import copy
 
@@ -141,7 +141,7 @@ def test_compile_one_graph(kind):
 
 
 def test_memory_without_logits():
-    """By the allocator: nothing of N x V, with more logits than the default workspace of 64 MiB holds."""
+    """By the allocator: nothing of N x V, with more logits than the default 64 MiB hold."""
     classes = 1 << 16
     model = build("LlamaForCausalLM", vocab_size=classes)
     tokens = torch.randint(classes, (8, 64))

@@ -1,4 +1,4 @@
-"""The `workspace` of each callback is that of its deferral: one that is too small is an error of the loss."""
+"""The `workspace` of each callback is its deferral's: one too small is an error of the loss."""
 
 from types import SimpleNamespace
 

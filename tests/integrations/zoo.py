@@ -1,5 +1,5 @@
-"""All classes of the installed transformers for language models, as small as their configurations allow, with
-random weights: nothing is downloaded. And one training step of each.
+"""All classes of the installed transformers for language models, as small as their configurations
+allow, with random weights: nothing is downloaded. And one training step of each.
 
 Shapes: B sequences, T tokens, V vocabulary.
 """
@@ -83,8 +83,9 @@ def step(model: nn.Module, inputs: dict[str, Tensor] | None = None) -> dict[str,
 def check(
     found: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype
 ) -> None:
-    """Each within twice eager's error and a rounding. In float32 the rounding is that of all gradients, as
-    some are 0 but for it, and a few of the loss, which eager may have right by luck; in bfloat16 its own."""
+    """Each within twice eager's error and a rounding. In float32 the rounding is that of all
+    gradients, as some are 0 but for it, and a few of the loss, which eager may have right by luck;
+    in bfloat16 its own."""
     assert found.keys() == eager.keys()
     whole = sum(norm(each) ** 2 for name, each in exact.items() if name != "loss") ** 0.5
     for name, ours in found.items():

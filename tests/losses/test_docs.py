@@ -1,5 +1,5 @@
-"""Every example of docs/howto/rl_preference.md runs as it stands, one after the other, and leaves a loss
-that can be differentiated."""
+"""Every example of docs/howto/rl_preference.md runs as it stands, one after the other, and leaves a
+loss that can be differentiated."""
 
 import re
 from pathlib import Path

@@ -81,7 +81,8 @@ def test_memory_of_contrastive(device, dtype):
     assert peak.largest <= workspace
 
 
-# Eight pairs of 4096 tokens with a vocabulary of 128k, bfloat16: 31 GiB of float32 logits, if they were held.
+# Eight pairs of 4096 tokens with a vocabulary of 128k, bfloat16: 31 GiB of float32 logits, if they
+# were held.
 GIB = 1 << 30
 LONG, WIDE, FEATURES = 4096, 128256, 1024
 
@@ -129,6 +130,6 @@ def test_memory_of_eight_pairs_of_4096_tokens(loss_of):
     float32_sum = 4 * weight.numel()
     of_the_test = hidden.nbytes + 2 * weight.nbytes  # the teacher's, and a reference's
     assert peak.bytes <= GIB + float32_sum + gradients + of_the_test + 256 * target.numel()
-    # By default the sum of the weight's gradient is allowed beyond 1 GiB. A chunk may take what is left of
-    # both.
+    # By default the sum of the weight's gradient is allowed beyond 1 GiB. A chunk may take what is
+    # left of both.
     assert peak.largest <= GIB + float32_sum < 4 * target.numel() * WIDE // 16

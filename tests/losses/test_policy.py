@@ -23,7 +23,7 @@ LENGTH = 12  # the length that Dr. GRPO divides by
 
 
 def make():
-    """An older policy and a reference nearby: some ratios are clipped on either side, most are not."""
+    """An older policy and a reference nearby: some ratios are clipped on either side."""
     leaves, target_BT = language_leaves(), completions()
     old_BT, reference_BT = (token_log_probs(nearby(leaves), target_BT) for _ in range(2))
     advantages_B = torch.tensor([1.0, 2.0, -1.5, 0.7, -0.4, 1.1])

@@ -1,11 +1,12 @@
-"""Kernels compiled without a GPU: what the compile_kernels.py of each package and their tests share.
+"""Kernels compiled without a GPU: what each package's compile_kernels.py and their tests share.
 
-`make test-all` leaves out what other builds cover, as far as that goes: of each kernel and capability it has
-one with much switched on, and of the most used the plain one; not each subset of options or size of tiles.
-What it cannot see is that one of those alone puts more aside, or needs more shared memory. All builds take
-three times as long, minutes of a processor. Each compile_kernels.py names what is left out, by capability;
-when a kernel, its tiles or Triton change, `make test-builds` runs that too (decision 0052). `make test` has
-a build of each kernel: the first that is for Hopper, or the first for other cards where there is none.
+`make test-all` leaves out what other builds cover, as far as that goes: of each kernel and
+capability it has one with much switched on, and of the most used the plain one; not each subset of
+options or size of tiles. What it cannot see is that one of those alone puts more aside, or needs
+more shared memory. All builds take three times as long, minutes of a processor. Each
+compile_kernels.py names what is left out, by capability; when a kernel, its tiles or Triton change,
+`make test-builds` runs that too (decision 0052). `make test` has a build of each kernel: the first
+that is for Hopper, or the first for other cards where there is none.
 """
 
 import gc
@@ -21,7 +22,7 @@ from typing import Any
 
 
 def cases(builds, left_out):
-    """A test for each build and capability, by name. No kernel is left out altogether of a capability."""
+    """A test for each build and capability, by name. No capability leaves a kernel out."""
     import pytest  # the processes that build have no use for it
 
     every = [(name, capability) for name, build in builds.items() for capability in build.targets]
@@ -42,7 +43,7 @@ def cases(builds, left_out):
 
 
 def compile_all(module, request):
-    """What `print_all` prints in a compile_kernels, by name and capability: of the tests that are run."""
+    """What `print_all` prints in a compile_kernels, by name and capability, of tests to be run."""
     tests = [
         item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
     ]
@@ -83,10 +84,10 @@ def print_all(builds: dict[str, Any], resources: Callable[[str, Any, int], dict[
 def compiled(
     kernel: Any, arguments: dict[str, Any], capability: int | str, options: dict[str, int]
 ) -> tuple[dict[str, int], str]:
-    """What Triton and the assembler say of a kernel, and its TTGIR. capability: that of an NVIDIA card, or
-    the name of AMD's architecture. arguments: by name, a Triton type, the value of a constexpr (None: a
-    pointer that is not there), or a tuple of those. A number of the type "i32?" is not known to be divisible
-    by 16, as the others are."""
+    """What Triton and the assembler say of a kernel, and its TTGIR. capability: that of an NVIDIA
+    card, or the name of AMD's architecture. arguments: by name, a Triton type, the value of a
+    constexpr (None: a pointer that is not there), or a tuple of those. A number of the type "i32?"
+    is not known to be divisible by 16, as the others are."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -146,8 +147,8 @@ def _with_layout(tile: str) -> str:
 
 
 def _assemble_ourselves(*arguments: Any) -> tuple[str, str] | None:
-    """Of Triton's stages, the last, so that ptxas runs once and says what it does: Triton keeps that, too, in
-    its cache. Without arguments, Triton asks what to add to the keys there."""
+    """Of Triton's stages, the last, so that ptxas runs once and says what it does: Triton keeps
+    that, too, in its cache. Without arguments, Triton asks what to add to the keys there."""
     if not arguments:
         return "assembled", "assembled"
     _, stages, _, _, capability = arguments

@@ -1,7 +1,8 @@
 """The truth: the whole logits and torch's own losses, in any dtype; and how large an error may be.
 
-Float64 is exact enough to be called so. "Eager" is the same in the dtype under test, with logits and all
-after them in float32. A magnitude is the exact result with every term of its sums taken by absolute value.
+Float64 is exact enough to be called so. "Eager" is the same in the dtype under test, with logits
+and all after them in float32. A magnitude is the exact result with every term of its sums taken by
+absolute value.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -151,7 +152,7 @@ def dense_logits(
 
 
 class WideLinear(torch.autograd.Function):
-    """F.linear of half-precision operands, in float32; its gradients are half-precision products."""
+    """F.linear of half-precision operands, in float32; gradients are half-precision products."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
@@ -199,10 +200,10 @@ def differentiate_log_probs(
 
 
 def budget(eager: Tensor, exact: Tensor, magnitude: Tensor, *, factor: float, dtype: torch.dtype) -> float:
-    """How far from `exact` a result may be: `factor` times as far as eager torch, and a rounding of its sums.
+    """How far from `exact` a result may be: `factor` times eager torch's error, and a rounding.
 
-    `dtype` is that of the sums. Two float64 results cannot tell which of them is off. There `eager` is
-    float32's, scaled by the ratio of the two roundings; and `exact` has an error of its own.
+    `dtype` is that of the sums. Two float64 results cannot tell which of them is off. There `eager`
+    is float32's, scaled by the ratio of the two roundings; and `exact` has an error of its own.
     """
     eager_error = norm(eager.double().detach() - exact)
     rounding = torch.finfo(dtype).eps * norm(magnitude)

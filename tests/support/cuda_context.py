@@ -4,6 +4,6 @@ import torch
 
 
 def give_autograd_a_context() -> None:
-    """On a card, torch warns where the first that a process differentiates is a product of cuBLAS."""
+    """On a card, torch warns if a process first differentiates a product of cuBLAS."""
     one = torch.ones((), device="cuda", requires_grad=True)
     torch.autograd.grad(one.exp(), one)

@@ -9,8 +9,8 @@ Found = TypeVar("Found")
 
 
 def captured(step: Callable[[], Found]) -> tuple[torch.cuda.CUDAGraph, Found]:
-    """The graph, and where its results will be when it is played. The step has run before, on a stream of its
-    own, so that kernels are compiled and libraries have their room."""
+    """The graph, and where its results will be when it is played. The step has run before, on a
+    stream of its own, so that kernels are compiled and libraries have their room."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,8 +1,9 @@
 """Decides which cases `make test` leaves to `make test-extended`; CI runs both.
 
-A test with several lists of parameters runs for each combination of their values: that is most of the suite,
-and most of its time. `make test` takes, of each such test, few cases in which every value of every list
-occurs; the others are `extended`, and so are tests and values that carry the mark because they take seconds.
+A test with several lists of parameters runs for each combination of their values: that is most of
+the suite, and most of its time. `make test` takes, of each such test, few cases in which every
+value of every list occurs; the others are `extended`, and so are tests and values that carry the
+mark because they take seconds.
 """
 
 from collections import defaultdict
@@ -26,7 +27,7 @@ def all_extended_but(kept: Collection[object], values: Iterable[object]) -> list
 
 
 def asked(request: pytest.FixtureRequest, name: str, kinds: Iterable[str]) -> list[str]:
-    """Of these kinds, those that a test to be run has as a parameter of this name, in the fixture's file."""
+    """Of these kinds, those that a test to be run in the fixture's file has by this name."""
     given = {
         item.callspec.params.get(name)
         for item in request.session.items
@@ -38,8 +39,8 @@ def asked(request: pytest.FixtureRequest, name: str, kinds: Iterable[str]) -> li
 def mark_extended(items: Iterable[pytest.Item]) -> None:
     """Mark the cases whose values all occur in others, in the same way in every run and process."""
     grids: dict[object, list[tuple[pytest.Item, Values]]] = defaultdict(list)
-    # Go through the tests in an order without meaning. Otherwise most of those that stay would have the first
-    # value of each list.
+    # Go through the tests in an order without meaning. Otherwise most of those that stay would have
+    # the first value of each list.
     for item in sorted(items, key=lambda item: crc32(item.nodeid.encode())):
         values = _values(item)
         if values and not any(item.get_closest_marker(name) for name in LEFT_OUT):

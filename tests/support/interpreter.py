@@ -1,7 +1,8 @@
-"""Triton's interpreter in a third of the time, by leaving out what it does for nothing or again; and that of
-Triton 3.5 without its refusal of strides which are aligned.
+"""Triton's interpreter in a third of the time, by leaving out what it does for nothing or again;
+and that of Triton 3.5 without its refusal of strides which are aligned.
 
-A Triton without the names below is left as it is: then the tests take longer, that is all (decision 0031).
+A Triton without the names below is left as it is: then the tests take longer, that is all (decision
+0031).
 """
 
 import functools
@@ -41,13 +42,13 @@ def leave_out_what_has_no_effect() -> None:
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
     if hasattr(options, "sanitize_overflow") and not options.debug:
-        # Each sum and product of integers is formed again in 64 bits, compared, and the result thrown away:
-        # device_assert looks at it where `debug` is set alone.
+        # Each sum and product of integers is formed again in 64 bits, compared, and the result
+        # thrown away: device_assert looks at it where `debug` is set alone.
         builder.options = replace(options, sanitize_overflow=False)
 
 
 def take_strides_in_bytes() -> None:
-    """Triton 3.5 wants 16 to divide a stride in numbers; a tensor map needs it in bytes, as 3.6 says."""
+    """Triton 3.5 wants 16 to divide a stride in numbers; a tensor map in bytes, as 3.6 says."""
     if triton.__version__.startswith("3.5."):
         validate = interpreter.TensorDescHandle.validate
 
@@ -64,8 +65,9 @@ def take_strides_in_bytes() -> None:
 
 
 def _replace_the_language_once_a_launch() -> None:
-    """The functions of triton.language are replaced at each launch, and again at each call of one jitted
-    function by another, of which a launch has dozens. What is replaced is that of a module's names."""
+    """The functions of triton.language are replaced at each launch, and again at each call of one
+    jitted function by another, of which a launch has dozens. What is replaced is that of a module's
+    names."""
     replace_language, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     done = set()
 
@@ -87,8 +89,8 @@ def _replace_the_language_once_a_launch() -> None:
 
 
 def _find_builtins_once() -> None:
-    """Each launch goes through all names of the language, and each call of a builtin through two functions
-    that look for one argument."""
+    """Each launch goes through all names of the language, and each call of a builtin through two
+    functions that look for one argument."""
     found, scoped = {}, interpreter.interpreter_semantic
 
     def called(member):
@@ -111,13 +113,13 @@ def _find_builtins_once() -> None:
 
 
 def _leave_tensors_where_they_are() -> None:
-    """On the CPU. What would copy them refers to itself, so that they lived until garbage is collected."""
+    """On the CPU. What would copy them refers to itself: they would live until a collection."""
     interpreter.GridExecutor._init_args_hst = lambda self, arguments, options: (arguments, options)
     interpreter.GridExecutor._restore_args_dev = lambda self, *arguments: None
 
 
 def _look_up_a_type_once() -> None:
-    """Each call makes a table of all types. Names stand for types, as not all of these can be hashed."""
+    """Each call makes a table of all types. Names stand for types, of which some have no hash."""
     look_up, found = interpreter._get_np_dtype, {}
 
     def np_dtype(type):
@@ -129,8 +131,8 @@ def _look_up_a_type_once() -> None:
 
 
 def _shift_bfloat16() -> None:
-    """The upper half of a float32, cut off as the interpreter does: which takes any two formats apart, and
-    gets subnormal numbers wrong."""
+    """The upper half of a float32, cut off as the interpreter does: which takes any two formats
+    apart, and gets subnormal numbers wrong."""
     convert = interpreter._convert_float
 
     def convert_float(data, source, target, rounding_mode):
@@ -165,7 +167,7 @@ def _describe_a_shape_once() -> None:
 
 
 def _compare_and_make_types_once() -> None:
-    """A type is equal to itself, whatever its name; and that of a block's other elements is made again."""
+    """A type is equal to itself, whatever its name; a block's with other elements is made again."""
     equal, with_element_ty, types = core.dtype.__eq__, core.block_type.with_element_ty, {}
 
     def equal_to(self, other):
@@ -181,9 +183,9 @@ def _compare_and_make_types_once() -> None:
 
 
 def _leave_operands_that_fit(owner) -> None:
-    """Operands that have one type and shape are asked dozens of times which they have. Whether they are left
-    as they are depends on the names of their types alone; and what becomes of a number, on it and on the type
-    of the other operand."""
+    """Operands that have one type and shape are asked dozens of times which they have. Whether they
+    are left as they are depends on the names of their types alone; and what becomes of a number, on
+    it and on the type of the other operand."""
     cast, broadcast, check = (
         getattr(owner, name) for name in ("cast", "broadcast_impl_value", "binary_op_type_checking_impl")
     )

@@ -1,7 +1,7 @@
 """Inputs, what is tested, and the check against the truth of helpers_dense.py, within its budget.
 
-Everything that is compared is a Result: the loss (or what linear_log_probs gives) and the gradient of each
-leaf, by name.
+Everything that is compared is a Result: the loss (or what linear_log_probs gives) and the gradient
+of each leaf, by name.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -89,8 +89,9 @@ def make_inputs(
     ignore_index: int = -100,
     scale: float = 2.0,
 ) -> Inputs:
-    """Leaves that require gradients; products of standard deviation `scale`, a share of the rows ignored (the
-    class probabilities of such a row are all zero, its weight NaN, that of some others 0)."""
+    """Leaves that require gradients; products of standard deviation `scale`, a share of the rows
+    ignored (the class probabilities of such a row are all zero, its weight NaN, that of some others
+    0)."""
 
     N = rows_for(device, dtype) if N is None else N
 
@@ -248,7 +249,7 @@ def _exact_and_eager(inputs: Inputs) -> tuple[Inputs, Inputs]:
 
 
 def _scaled_by_row(inputs: Inputs) -> Inputs:
-    """A scale of its own for each row: one gradient can be right by luck, those of the rows can not."""
+    """A scale of its own for each row: one gradient can be right by luck, the rows' cannot."""
     assert inputs.logit_scale is not None
     scale_N1 = inputs.logit_scale.detach().to(inputs.sum_dtype).expand(inputs.leading.numel(), 1).clone()
     return replace(inputs, logit_scale=scale_N1.requires_grad_())

@@ -1,5 +1,5 @@
-"""What scenarios of several ranks (ranks.py) are told of mistakes. On CUDA those that depend on the values of
-tensors give NaN, as to look at them would be to wait for the card.
+"""What scenarios of several ranks (ranks.py) are told of mistakes. On CUDA those that depend on the
+values of tensors give NaN, as to look at them would be to wait for the card.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def raised_by_values(call: Callable[[], torch.Tensor], later: Callable[[], Any]) -> str:
-    """The message of a loss for tensors whose values differ between ranks, which have the same sizes.
+    """The message of a loss for tensors whose values differ between ranks, but not their sizes.
 
     On CUDA to look at them would be to wait: the loss is NaN, and one of the next calls raises.
     """
@@ -45,7 +45,8 @@ def raised_in_backward(
 ) -> str:
     """The message of a backward whose upstream gradient, or call, differs between ranks.
 
-    On CUDA to look at the gradient would be to wait: all gradients are NaN, and a later call raises.
+    On CUDA to look at the gradient would be to wait: all gradients are NaN, and a later call
+    raises.
     """
     message = raised(backward)
     if DEVICE == "cpu" or message != NOTHING:

@@ -1,10 +1,11 @@
-"""Processes of one group, on one machine, started by a test (`run_ranks`): each joins the group and runs
-`run(kind, rank)` of a module. What is wrong is known by scenario and by rank.
+"""Processes of one group, on one machine, started by a test (`run_ranks`): each joins the group and
+runs `run(kind, rank)` of a module. What is wrong is known by scenario and by rank.
 
-The ranks are on the CPU, joined by gloo, or have a card each, joined by NCCL. There new tensors are on the
-card unless they say otherwise; what else asks for a device asks for `DEVICE`.
+The ranks are on the CPU, joined by gloo, or have a card each, joined by NCCL. There new tensors are
+on the card unless they say otherwise; what else asks for a device asks for `DEVICE`.
 
-`start_program` starts a single process from the same server, for a test that asks something of a process.
+`start_program` starts a single process from the same server, for a test that asks something of a
+process.
 """
 
 import faulthandler
@@ -38,8 +39,8 @@ RANKS = 2
 DEVICE = "cpu"  # the device of this rank's tensors; set it before importing the module with its scenarios
 Result = dict[str, Any]
 LONGEST = 300  # seconds that a scenario on a card takes before its process says where it is
-# Imported once in each process of tests, by the server that all its ranks are forked from: these imports take
-# longer than most scenarios.
+# Imported once in each process of tests, by the server that all its ranks are forked from: these
+# imports take longer than most scenarios.
 IMPORTED = [
     "lowtide.cli",
     "torch._dynamo",
@@ -61,7 +62,8 @@ def run_ranks(
 ) -> list[dict[str, Result]]:
     """What `run` of the module returns, by rank and kind of scenario; `raised` is an error.
 
-    strict: a UserWarning is an error. interpreted: with Triton's interpreter, in processes of their own.
+    strict: a UserWarning is an error. interpreted: with Triton's interpreter, in processes of their
+    own.
     """
     outputs = [store.with_name(f"{store.name}.{rank}") for rank in range(ranks)]
     given = [
@@ -97,7 +99,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
-    """`lowtide` with these arguments on ranks like those of torchrun, in a directory that has its cache, too.
+    """`lowtide` with these arguments on ranks like torchrun's, in a directory that has its cache.
 
     Examples are run by torchrun itself (tests/distributed/test_examples.py).
     """
@@ -137,14 +139,15 @@ def _started(
     method: str = "forkserver",
     interpreted: bool = False,
 ) -> list[Any]:
-    """Start a process for each tuple of arguments. The first start the server, with their environment."""
+    """Start a process per tuple of arguments. The first start the server, in their environment."""
     context: Any = multiprocessing.get_context(method)
     context.set_forkserver_preload(IMPORTED)
     processes = [context.Process(target=function, args=arguments) for arguments in given]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", str(int(interpreted)))
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
-        # A server that has asked CUDA for its cards could fork no process that uses one; NVML may be asked.
+        # A server that has asked CUDA for its cards could fork no process that uses one; NVML may
+        # be asked.
         patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         for process in processes:
             process.start()

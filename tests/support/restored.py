@@ -1,4 +1,4 @@
-"""Saved tensors that come back in another layout, as hooks may bring them: the same values, other strides."""
+"""Saved tensors that come back in another layout, as hooks may bring them: values as before."""
 
 import torch
 from torch import Tensor

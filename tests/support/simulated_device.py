@@ -1,10 +1,10 @@
 """Simulate a device that is neither the CPU nor CUDA, for calls on those that this machine lacks.
 
-Its tensors are torch's own, of the dispatch key that torch leaves to other backends (PrivateUse1): they are
-sliced, differentiated and cast as those of any device. Their memory is the CPU's, so that
-`lowtide.peak_memory("cpu")` sees all of it, and every operation that reaches the device runs on CPU tensors
-of the same memory. It raises for what Apple's GPUs (mps) lack, as torch does there: float64, and each
-operation for which the installed torch has no kernel of theirs.
+Its tensors are torch's own, of the dispatch key that torch leaves to other backends (PrivateUse1):
+they are sliced, differentiated and cast as those of any device. Their memory is the CPU's, so that
+`lowtide.peak_memory("cpu")` sees all of it, and every operation that reaches the device runs on CPU
+tensors of the same memory. It raises for what Apple's GPUs (mps) lack, as torch does there:
+float64, and each operation for which the installed torch has no kernel of theirs.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Memory that nobody has written to is full of NaN (integers: their largest), so reading it shows."""
+"""Memory that nobody has written to is full of NaN (integers: their largest), so reads show."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +22,14 @@ def poison(replace: Callable[[Any, str, Any], None]) -> None:
 
         return wrapper
 
-    # Dynamo's table of torch's functions, which a process group drops: it has to be made of torch's own.
+    # Dynamo's table of torch's functions, which a process group drops: it has to be made of torch's
+    # own.
     table = torch._dynamo.trace_rules.get_torch_obj_rule_map
     if torch.empty not in table():
         table.cache_clear()
         table()
-    # And so does the table of those that `with torch.device(...)` gives a device, which is made once.
+    # And so does the table of those that `with torch.device(...)` gives a device, which is made
+    # once.
     with torch.device("meta"):
         torch.empty(0)
     for owner, name in (

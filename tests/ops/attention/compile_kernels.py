@@ -1,8 +1,9 @@
-"""Compiles every Triton kernel of attention ahead of time, without a GPU, and prints what ptxas says of it:
+"""Compiles every Triton kernel of attention ahead of time, without a GPU; prints what ptxas says:
 
     python -m tests.ops.attention.compile_kernels
 
-one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kernels into Python functions.
+one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kernels into Python
+functions.
 """
 
 import importlib
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 from tests.support.ahead_of_time import compiled, print_all
 
 TARGETS = (80, 90)
-# Bytes a block may have. For 80 what consumer cards of its generation have: an A100 takes the same tiles.
+# Bytes a block may have. For 80 what consumer cards of its generation have: an A100 takes the same
+# tiles.
 SHARED = dict.fromkeys((80, 86, 89, 120), 99 << 10) | dict.fromkeys((90, 100, 103), 227 << 10)
 F32, I32_PTR = "*fp32", "*i32"
 BYTES = {None: 0, "*bf16": 2, "*fp32": 4, "*fp64": 8}
@@ -26,7 +28,7 @@ class Build(NamedTuple):
     half: bool
     features: int
     arguments: dict[str, Any]
-    """By name: a Triton type, the value of a constexpr (None: a pointer that is not there), or a tuple."""
+    """By name: a Triton type, the value of a constexpr (None: an absent pointer), or a tuple."""
     targets: tuple[int, ...] = TARGETS
     spills: int = 0
     """Bytes a thread may put aside."""

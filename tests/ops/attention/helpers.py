@@ -1,4 +1,4 @@
-"""Attention as a test sees it: inputs, the truth (all scores, float64), and how large an error may be.
+"""Attention as a test sees it: inputs, the truth (all scores, float64), how large an error may be.
 
 Shapes: B batches, M queries, N keys, H query heads, G key heads, K features, E of values.
 """
@@ -90,8 +90,8 @@ def ours(case: Case, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def dense(case: Case, *, rounded: bool = False) -> tuple[Tensor, Tensor]:
-    """The result, and the logsumexp in float32 or wider, with all scores in the dtype of the inputs; in
-    float64, `rounded` to what they are in float32."""
+    """The result, and the logsumexp in float32 or wider, with all scores in the dtype of the
+    inputs; in float64, `rounded` to what they are in float32."""
     query, key, value = (each.transpose(1, 2) for each in (case.query, case.key, case.value))
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     options = case.options
@@ -205,7 +205,7 @@ def references(case: Case, upstream: tuple[Tensor | None, Tensor | None]) -> tup
 
 @torch.no_grad()
 def magnitudes(case: Case, upstream: tuple[Tensor | None, Tensor | None]) -> Result:
-    """The exact results with every term of their sums taken by absolute value; `case` in float64."""
+    """The exact results with each term of their sums taken by absolute value; `case` in float64."""
     query, key, value = (each.transpose(1, 2) for each in (case.query, case.key, case.value))
     H, G = query.shape[1], key.shape[1]
     R = H // G if G else 1

@@ -262,7 +262,7 @@ def test_delegated_values_within_budget(device):
 @pytest.mark.parametrize("settings", [None, [SDPBackend.MATH], [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_dense_kernel_never_used(settings, autocast):
-    """Whatever torch's settings are, which are afterwards what they were. Autocast leaves float64 alone."""
+    """Whatever torch's settings are, which stay what they were. Autocast leaves float64 alone."""
     dtype = torch.float64 if autocast else torch.float32
     case = make_case(1, 64, 64, 2, 2, 16, dtype=dtype)
     tensors = (case.query, case.key, case.value)

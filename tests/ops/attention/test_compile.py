@@ -132,7 +132,7 @@ def test_compile_refuses_forward_mode():
 
 @pytest.mark.parametrize("shape", [(1, 2, 1, None), (2, 1, None, None), (1, 1, None, 1)])
 def test_compile_bias_of_symbolic_size(device, shape):
-    """Dynamo makes a size a symbol once it has seen two; a check must not take it for another number."""
+    """Dynamo makes a size a symbol once it has seen two; checks must not take it for another."""
     torch._dynamo.reset()
     compiled = torch.compile(lowtide.memory_efficient_attention, fullgraph=True, backend="aot_eager")
     tensors = [torch.randn(2, 12, 2, 8, device=device) for _ in range(3)]

@@ -1,9 +1,9 @@
-"""Rows whose weight lies on few keys: a causal mask's first rows, few keys, sharp scores. There dz is a small
-difference of two numbers, and neither may be rounded for itself: gradients err as eager torch's do, whose
-scores and weights are float32.
+"""Rows whose weight lies on few keys: a causal mask's first rows, few keys, sharp scores. There dz
+is a small difference of two numbers, and neither may be rounded for itself: gradients err as eager
+torch's do, whose scores and weights are float32.
 
-The errors of one shape are luck: those of the rows that are nearest to a tie, and of the order of sums. So
-the geometric mean over shapes is held against a limit; a single shape has twice as much.
+The errors of one shape are luck: those of the rows that are nearest to a tie, and of the order of
+sums. So the geometric mean over shapes is held against a limit; a single shape has twice as much.
 
 Shapes: B batches, M queries, N keys, H heads, K features.
 """
@@ -35,7 +35,8 @@ from tests.support.loss import skip_unless_runnable
 
 pytestmark = [
     INTERPRETED,
-    # A tile of queries that are all present may have keys that are absent. Their values are stored nowhere.
+    # A tile of queries that are all present may have keys that are absent. Their values are stored
+    # nowhere.
     pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning"),
 ]
@@ -131,8 +132,8 @@ def error_ratios(case, backend, products):
     best = differentiate(lambda case: eager(case, products), case, upstream)
     for name in case.leaves():
         errors, size = [norm(each[name].double() - exact[name]) for each in (found, best)], norm(exact[name])
-        # Where all terms of a gradient cancel, eager torch has none of its digits either. Few numbers err by
-        # luck.
+        # Where all terms of a gradient cancel, eager torch has none of its digits either. Few
+        # numbers err by luck.
         if 0 < errors[1] < 0.02 * size and exact[name].numel() >= 32:
             rounding = torch.finfo(torch.float32).eps * size
             yield name, (errors[0] + 0.1 * rounding) / (errors[1] + rounding)
@@ -164,7 +165,7 @@ QUICKER = (GRID[1], GRID[3], GRID[6], GRID[9])  # a half of torch's, the float32
 
 @pytest.mark.parametrize(("name", "dtype", "products"), all_extended_but(QUICKER, GRID))
 def test_errors_of_eager(device, monkeypatch, name, dtype, products):
-    """Ours round the weights for a product only in Triton's kernels, where tensor cores take no others."""
+    """Ours round a product's weights only in Triton's kernels: tensor cores take no others."""
     way = WAYS[name]
     backend, counted = way.backend, {}
     skip_unless_runnable(backend, device)

@@ -1,5 +1,5 @@
-"""What is handed to torch's own kernels, and what is not: only what they are known to compute right. Their
-CUDA kernels themselves are in test_delegated_cuda.py.
+"""What is handed to torch's own kernels, and what is not: only what they are known to compute
+right. Their CUDA kernels themselves are in test_delegated_cuda.py.
 """
 
 import sys
@@ -36,7 +36,7 @@ def plain(case, **options):
 @pytest.mark.parametrize("scale", [-1.0, 0.0, -1e-300, 1e-300, 1e-40, 1e-3, 3.0])
 @pytest.mark.parametrize("mask", [None, CAUSAL])
 def test_any_scale(device, mask, scale, dtype):
-    """Of -inf, as torch's kernels mask, times a scale of 0 or below comes nan; float32 rounds 1e-300 to 0."""
+    """-inf, torch's mask, times a scale of 0 or less is nan; float32 rounds 1e-300 to 0."""
     case = make_case(2, 70, 70, 2, mask=mask, scale=scale, dtype=dtype, device=device)
     upstream = (make_upstream(case)[0], None)
     check(differentiate(plain, case, upstream), case, upstream)
@@ -45,7 +45,7 @@ def test_any_scale(device, mask, scale, dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("M", "N"), [(8192, 16), (16, 4096), (256, 256)])
 def test_cpu_half_precision_sums_in_float32(M, N, dtype):
-    """Torch's kernels there add up gradients in it: over 8192 queries they are off by four times as much."""
+    """Torch's kernels there add up gradients in it: over 8192 queries the error is four-fold."""
     case = make_case(1, M, N, 1, K=32, dtype=dtype)
     leaves = case.leaves()
     upstream = torch.ones(1, M, 1, 32, dtype=dtype)
@@ -170,7 +170,7 @@ def described(features):
 
 
 def test_sdpa_unequal_features():
-    """cuDNN's kernel of keys of 192 and values of 128 features is the only one that "auto" hands on to."""
+    """cuDNN's kernel for keys of 192 and values of 128 features is the only one "auto" takes."""
     wide, narrow = described(192), described(128)
     assert reason(wide, wide, narrow) is None
     assert reason(wide, wide, narrow, mask=CAUSAL, dtype=torch.float16) is None

@@ -1,5 +1,6 @@
-"""Calls that torch's CUDA kernels could misread: whoever computes them, they are right. (cuDNN's kernel reads
-garbage from memory that is not aligned to 16 bytes, without an error; the others fault.)"""
+"""Calls that torch's CUDA kernels could misread: whoever computes them, they are right. (cuDNN's
+kernel reads garbage from memory that is not aligned to 16 bytes, without an error; the others
+fault.)"""
 
 from functools import partial
 

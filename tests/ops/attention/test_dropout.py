@@ -46,8 +46,8 @@ def test_random_bits(device, seed):
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_dropout_rate(p):
-    """Of n independent scores, by the binomial law: n p, and within 5 standard deviations; so along each
-    axis, and for pairs of neighbours."""
+    """Of n independent scores, by the binomial law: n p, and within 5 standard deviations; so along
+    each axis, and for pairs of neighbours."""
     seed = torch.tensor(7)
     dropped = ~keep_mask(row_keys(seed, 2, 4, 256)[..., None], column_keys(seed, 512), p)
 

@@ -1,4 +1,4 @@
-"""The examples of a learned bias run as their docstrings say: the loss of all scores at once, less memory."""
+"""The learned bias's examples run as their docstrings say: all scores' loss, less memory."""
 
 import os
 import re

@@ -1,5 +1,5 @@
-"""A few queries of many keys, in one part and in several: through the interpreter on the CPU, for real on a
-GPU. The same truth and budget as the other kernels have."""
+"""A few queries of many keys, in one part and in several: through the interpreter on the CPU, for
+real on a GPU. The same truth and budget as the other kernels have."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = INTERPRETED
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
-    """Any number of keys is many. Gives the launches, of several parts unless a test asks for one."""
+    """Any number of keys is many. Gives the launches, of several parts unless asked for one."""
     monkeypatch.setattr(few, "FEWEST_KEYS", 1)
     monkeypatch.setattr(few, "PROGRAMS", 8)
     found, launch = [], few.forward
@@ -96,7 +96,7 @@ def test_same_call_same_bits(device, launches):
     "more", [{"M": 33}, {"dtype": torch.float32}, {"K": 300}, {"B": 5, "H": 1, "G": 1}], ids=str
 )
 def test_other_calls(device, launches, more):
-    """More rows than a tile, float32, many features, and as many key heads as there are programs."""
+    """More rows than a tile, float32, many features, as many key heads as there are programs."""
     skip_unless_runnable("triton", device)
     ours(case_of(device, **more), backend="triton")
     assert not launches

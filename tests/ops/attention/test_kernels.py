@@ -1,5 +1,5 @@
-"""The Triton kernels: through the interpreter on the CPU, for real on a GPU. The same truth and budget as the
-engine in plain torch has."""
+"""The Triton kernels: through the interpreter on the CPU, for real on a GPU. The same truth and
+budget as the engine in plain torch has."""
 
 import pytest
 import torch

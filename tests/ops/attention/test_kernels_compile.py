@@ -27,7 +27,8 @@ def test_kernels_compile_and_fit(compiled, name, capability):
     assert result["registers"] * result["warps"] * 32 <= 65536
     assert result["shared"] <= SHARED[capability]
     assert result["copies"] > 0 or not name.endswith(IN_VECTORS)  # numbers one by one are not copied so
-    # All have one width: a narrower one beside another is what ptxas 12.8 gets wrong (tile_sizes.py).
+    # All have one width: a narrower one beside another is what ptxas 12.8 gets wrong
+    # (tile_sizes.py).
     assert set(result["row_bytes"]) <= {64 if BUILDS[name].features <= 32 else 128}
 
 

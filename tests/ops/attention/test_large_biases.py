@@ -1,8 +1,9 @@
-"""A bias far below zero on all keys that a query sees: masks of -1e9, or of the lowest number of a dtype.
-Such a row attends to what it sees, as in torch, and its gradients are as exact as those of any other.
+"""A bias far below zero on all keys that a query sees: masks of -1e9, or a dtype's lowest number.
+Such a row attends to what it sees, as in torch, and its gradients are as exact as those of any
+other.
 
-The truth is float64, but for one thing: a bias of -1e9 in float32 swallows the score it is added to. There
-the truth's scores are rounded to float32 too, and all after them is float64.
+The truth is float64, but for one thing: a bias of -1e9 in float32 swallows the score it is added
+to. There the truth's scores are rounded to float32 too, and all after them is float64.
 
 Shapes: B batches, M queries, N keys, H query heads, G key heads.
 """
@@ -29,8 +30,8 @@ from tests.support.loss import skip_unless_runnable
 
 pytestmark = [
     INTERPRETED,
-    # A tile of queries that are all present may have keys that are absent. Beside such a maximum their
-    # weights are infinite, but are stored nowhere.
+    # A tile of queries that are all present may have keys that are absent. Beside such a maximum
+    # their weights are infinite, but are stored nowhere.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning"),
 ]
@@ -64,7 +65,7 @@ SWALLOWS = 1e8
 
 
 def far_case(fill, more, keys_alone, device):
-    """A bias [1, 1, 1, N], every key filled; or [1, 1, M, N]: whole rows, one but for a key, and a part."""
+    """A bias [1, 1, 1, N], every key filled; or [1, 1, M, N]: whole rows, one but a key, a part."""
     number, dtype = FILLS[fill]
     case = make_case(**({"B": 1, "M": 40, "N": 40, "H": 2, "K": 16} | MORE[more]), device=device)
     if keys_alone:
@@ -136,7 +137,7 @@ def test_lowest_number_seen_minus_infinity_hidden(device, backend):
 
 
 def test_weights_sum_to_one(device):
-    """A fortieth, if all 40 scores are -1e9: each value gets a fortieth of every row's upstream gradient."""
+    """A fortieth, if all 40 scores are -1e9: each value gets that of each upstream gradient."""
     query, key, value = (torch.randn(1, 40, 1, 8, device=device) for _ in range(3))
     value.requires_grad_()
     bias = torch.full((1, 1, 40, 40), -1e9, device=device)

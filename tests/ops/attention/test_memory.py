@@ -1,5 +1,6 @@
-"""No tensor of M x N, ever; and linear in M. On CUDA float32's backward keeps the scores of as many heads and
-keys as there is room for (strips.py): here for the fewest, but where a test asks how much room that is.
+"""No tensor of M x N, ever; and linear in M. On CUDA float32's backward keeps the scores of as many
+heads and keys as there is room for (strips.py): here for the fewest, but where a test asks how much
+room that is.
 """
 
 import functools
@@ -70,8 +71,8 @@ def peak_of_length(length, mode, device, room):
 
 
 def held(case):
-    """Result, upstream gradient, gradients, and what is saved of a row: the logsumexp, dropout's key, the
-    interval of a mask."""
+    """Result, upstream gradient, gradients, and what is saved of a row: the logsumexp, dropout's
+    key, the interval of a mask."""
     M = case.query.shape[1]
     return 2 * case.query.nbytes + sum(leaf.nbytes for leaf in case.leaves().values()) + 32 * H * M
 
@@ -108,8 +109,9 @@ def test_memory_linear(device, mode):
 
 
 def a_tenth_of_dense(case):
-    """Beyond inputs, result, upstream gradient and gradients. The leanest dense way has three matrices at
-    once, in the operands' dtype: the weights, their gradients and those of the scores."""
+    """Beyond inputs, result, upstream gradient and gradients. The leanest dense way has three
+    matrices at once, in the operands' dtype: the weights, their gradients and those of the
+    scores."""
     B, _, H, _ = case.query.shape
     return 3 * B * H * scores(case) / 10
 
@@ -196,7 +198,7 @@ def test_second_derivative_memory(device, mode, monkeypatch):
 @pytest.mark.parametrize("mode", ["plain", "causal", "shared key heads"])
 @pytest.mark.parametrize(("length", "part"), [(16384, 10), (32768, 40)])
 def test_workspace_constant(device, monkeypatch, room, mode, length, part):
-    """A tenth of all scores, at twice as many queries and keys a fortieth: float32's pieces are in it."""
+    """A tenth of all scores, a fortieth at twice the size; float32's pieces are in it."""
     if device == "cpu":
         pytest.skip("only the Triton kernels keep scores, and the interpreter has no time for so many")
     from lowtide.ops.attention.triton_backend import strips

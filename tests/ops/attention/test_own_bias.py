@@ -1,5 +1,6 @@
-"""The gradient of a bias of all scores that nothing shares, written by the kernel of the queries' gradient:
-through the interpreter on the CPU, for real on a GPU. The same truth and budget as the other kernels have."""
+"""The gradient of a bias of all scores that nothing shares, written by the query gradient's kernel:
+through the interpreter on the CPU, for real on a GPU. The same truth and budget as the other
+kernels have."""
 
 import pytest
 import torch

@@ -139,7 +139,8 @@ HALF = {"dtype": torch.bfloat16}
 MANY_SMALL = {"launch_small_problems.FEWEST": 1}
 FEW_QUERIES = {"launch_few_queries.FEWEST_KEYS": 1, "launch_few_queries.PROGRAMS": 8}
 
-# Cases with launches of their own: the kernels that show it, the case, and the constants that decide it.
+# Cases with launches of their own: the kernels that show it, the case, and the constants that
+# decide it.
 KERNELS = {
     "bias of its own": ({"query_gradient_kernel"}, OWN_BIAS | HALF, {}),
     "bias of its own, causal": ({"query_gradient_kernel"}, OWN_BIAS | HALF | {"mask": CAUSAL}, {}),

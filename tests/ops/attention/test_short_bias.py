@@ -1,5 +1,5 @@
-"""The gradient of a bias of short problems, from scores that are computed again: through the interpreter on
-the CPU, for real on a GPU. The same truth and budget as the other kernels have."""
+"""The gradient of a bias of short problems, from scores that are computed again: through the
+interpreter on the CPU, for real on a GPU. The same truth and budget as the other kernels have."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_runs(device, launches, monkeypatch, shape, programs):
 
 
 def test_parts_have_a_bound(device, launches, monkeypatch):
-    """Beside the bias's gradient its runs hold at most BIAS_PROGRAMS tiles, for any number of problems."""
+    """Beside the bias's gradient runs hold at most BIAS_PROGRAMS tiles, for any number of them."""
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(shared, "BIAS_PROGRAMS", 6)
     new, most = torch.Tensor.new_empty, [0]
@@ -122,7 +122,7 @@ def test_strides(device, launches, how):
     ids=str,
 )
 def test_other_ways(device, launches, monkeypatch, more):
-    """Batches that share no bias, if they have more than a few scores; and what has no such kernel."""
+    """Batches that share no bias, of more than a few scores; and what has no such kernel."""
     skip_unless_runnable("triton", device)
     monkeypatch.setattr("lowtide.ops.attention.triton_backend.launch_backward.FEW_SCORES", 0)
     case = case_of(device, **more)

@@ -1,4 +1,4 @@
-"""Many small problems, whose scores are one tile each: through the interpreter on the CPU, for real on a GPU.
+"""Many small problems, of one tile of scores each: through the interpreter on the CPU, or on a GPU.
 The same truth and budget as the other kernels have."""
 
 import pytest
@@ -26,7 +26,7 @@ pytestmark = INTERPRETED
 
 @pytest.fixture(autouse=True)
 def runs(monkeypatch):
-    """Any number of problems is many, and takes runs of several batches. Gives the number of launches."""
+    """Any number of problems is many, and takes runs of several batches. Gives its launches."""
     monkeypatch.setattr(small, "FEWEST", 1)
     for name in ("FORWARD_PROGRAMS", "BACKWARD_PROGRAMS"):
         monkeypatch.setattr(small, name, 4)
@@ -195,7 +195,7 @@ def test_other_kernels_take_the_rest(device, runs, monkeypatch, dtype, fewest):
 
 
 def test_low_half(device, monkeypatch):
-    """Of a row that sees one key nothing is rounded but the result: the low half has what it lost."""
+    """Of a row with one key nothing is rounded but the result: the low half has what it lost."""
     skip_unless_runnable("triton", device)
     written = []
     launch = small.forward

@@ -1,5 +1,6 @@
-"""Backward from gradients of scores that are kept, in strips of heads and of keys: through the interpreter on
-the CPU, for real on a GPU. The room of a strip is made small, and is full of NaN at first."""
+"""Backward from gradients of scores that are kept, in strips of heads and of keys: through the
+interpreter on the CPU, for real on a GPU. The room of a strip is made small, and is full of NaN at
+first."""
 
 import itertools
 
@@ -159,8 +160,8 @@ def test_float16(device, monkeypatch, name):
 @pytest.mark.parametrize("room", ROOMS[:2])
 @pytest.mark.parametrize("M", [100, 200])
 def test_memory(device, monkeypatch, M, room):
-    """Of float32: a strip, its operands in three pieces, and rows; where strips are of some keys the query's
-    gradient is its own sum. All of it linear in M."""
+    """Of float32: a strip, its operands in three pieces, and rows; where strips are of some keys
+    the query's gradient is its own sum. All of it linear in M."""
     skip_unless_runnable("triton", device)
     case = make_case(1, M, 140, 4, 2, K=32, device=device)
     monkeypatch.setattr(grad_scores, "ROOM", room_of(room, case))
@@ -176,7 +177,7 @@ def test_memory(device, monkeypatch, M, room):
 
 
 def test_memory_of_pieces_if_scores_are_computed_again(device, monkeypatch):
-    """Of float32, some heads at a time: only what the kernel reads in its loop, and of one group of heads."""
+    """Of float32, some heads at a time: only what the kernel's loop reads, of one group."""
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(launch_backward, "_leaves_idle", lambda *_: True)
     monkeypatch.setattr(launch_backward, "FEWEST_PROGRAMS", 1)
@@ -244,7 +245,7 @@ def test_strips_cover_scores_in_bounded_memory(pieces, shared_heads, shared_batc
 
 @pytest.mark.parametrize("pieces", [0, 2, 3])
 def test_strip_tenth_of_dense(pieces, any_share, monkeypatch):
-    """Which holds three matrices of scores. Or a strip has the fewest keys of one batch and key head."""
+    """Which holds three matrices of scores. Or a strip has the fewest keys of a key head."""
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
     itemsize = 4 if pieces else 2
     shapes = ((1, 2, 2, 4096, 64), (2, 8, 2, 1000, 64), (1, 16, 16, 4096, 64), (1, 1, 1, 300, 64))
@@ -259,8 +260,8 @@ def test_strip_tenth_of_dense(pieces, any_share, monkeypatch):
 
 MIB = 1 << 20
 OF_A_CARD = {
-    # B, H, G, M, K; bytes of what is kept of a score; pieces: key heads, keys and strips, MiB of a strip's
-    # scores and of its pieces
+    # B, H, G, M, K; bytes of what is kept of a score; pieces: key heads, keys and strips, MiB of a
+    # strip's scores and of its pieces
     "bias [1, H, M, M], bfloat16": ((4, 16, 16, 2048, 64), 2, 0, (4, 2048, 4), (128, 0)),
     "bias [1, H, M, M], float32": ((4, 16, 16, 2048, 64), 4, 3, (4, 2048, 4), (256, 48)),
     "float32, K 64": ((1, 16, 16, 4096, 64), 4, 3, (4, 4096, 4), (256, 24)),
@@ -273,8 +274,8 @@ OF_A_CARD = {
 
 @pytest.mark.parametrize("name", OF_A_CARD)
 def test_strips_of_benchmark_cases(name, any_share, monkeypatch):
-    """Less than 300 MB for a bias of all scores in half precision, statistics included, 8 % more in float32;
-    and enough programs each for a card."""
+    """Less than 300 MB for a bias of all scores in half precision, statistics included, 8 % more in
+    float32; and enough programs each for a card."""
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
     (B, H, G, M, K), score_bytes, pieces, (groups, keys, times), mib = OF_A_CARD[name]
     size = Sizes(B, H, G, M, M, K, K)

@@ -1,7 +1,8 @@
-"""Backward of half precision with many features, all of it by way of memory: in one strip, and in as many as
-there are key heads and 128 keys. The same truth and budgets as other kernels have.
+"""Backward of half precision with many features, all of it by way of memory: in one strip, and in
+as many as there are key heads and 128 keys. The same truth and budgets as other kernels have.
 
-Shapes: B batches, M queries, N keys, H query heads, G key heads, K features of queries and keys, E of values.
+Shapes: B batches, M queries, N keys, H query heads, G key heads, K features of queries and keys, E
+of values.
 """
 
 import pytest
@@ -133,7 +134,7 @@ def test_gradient_of_one_operand_with_full_bias(device, room, only, softcap):
 
 @pytest.mark.parametrize("of", all_extended_but(["128 keys"], ROOMS))
 def test_memory(device, room, of):
-    """Weights and gradients of scores in their room, the float32 sum of dq of a strip's heads, and rows."""
+    """Weights and gradients of scores in their room, the float32 sum of a strip's dq, and rows."""
     skip_unless_runnable("triton", device)
     room(of)
     case = case_of("plain", device, M=1024, N=300, H=2, G=2, K=257)

@@ -1,5 +1,5 @@
-"""Tensors that are more than numbers in memory: torch's causal biases, and classes with a meaning of their
-own."""
+"""Tensors that are more than numbers in memory: torch's causal biases, and classes with a meaning
+of their own."""
 
 import pytest
 import torch

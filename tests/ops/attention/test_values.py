@@ -64,7 +64,7 @@ BIASES = [
 @pytest.mark.parametrize(("M", "N"), [(37, 37), (20, 61), (61, 20)])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(device, name, M, N, backend):
-    """With more queries than keys, some queries see no key: their results are 0, their gradients finite."""
+    """With more queries than keys, some see no key: their results are 0, their gradients finite."""
     run(make_case(M=M, N=N, mask=MASKS[name], device=device), backend)
 
 
@@ -166,7 +166,7 @@ FEATURELESS = {
 @pytest.mark.parametrize(("K", "E"), [(0, 5), (0, 1), (3, 0), (0, 0)])
 @pytest.mark.parametrize("name", FEATURELESS)
 def test_no_features(device, name, K, E, backend):
-    """Without features of keys a score is its bias; without features of values only the logsumexp is left."""
+    """Without key features a score is its bias; without value features there is only logsumexp."""
     run(make_case(**{"B": 2, "G": 2, "K": K, "E": E, "device": device} | FEATURELESS[name]), backend)
 
 
@@ -207,7 +207,8 @@ def test_bias_of_other_dtype(device, dtype):
     case = make_case(dtype=dtype, device=device)
     bias = torch.randn(1, 4, 1, 53, device=device, requires_grad=True)
     case = type(case)(case.query, case.key, case.value, bias)
-    # The result is rounded to the query's dtype, but the logsumexp is as exact as with float32 operands.
+    # The result is rounded to the query's dtype, but the logsumexp is as exact as with float32
+    # operands.
     upstream = (None, make_upstream(case)[1])
     found, wide = (differentiate(ours, each, upstream) for each in (case, case.to(torch.float32)))
     exact = differentiate(dense, case.to(torch.float64), upstream)

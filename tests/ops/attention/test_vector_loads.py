@@ -39,7 +39,7 @@ def test_step_of_rows(offset, width, step):
 @pytest.mark.parametrize("K", [24, 36, 72])
 @pytest.mark.parametrize("bias", [None, (1, 2, 20, 1), (2, 2, 20, 17)])
 def test_values_do_not_depend_on_step(monkeypatch, device, K, bias):
-    """On a card delta is summed in the order of the threads that load it, and dq and dk move with it."""
+    """On a card delta is summed in the order of threads that load it; dq and dk move with it."""
     skip_unless_runnable("triton", device)
     torch.manual_seed(0)
     query, key, value = (
@@ -63,7 +63,7 @@ def test_values_do_not_depend_on_step(monkeypatch, device, K, bias):
 @pytest.mark.parametrize("layout", ["transposed", "padded", "moved"])
 @pytest.mark.parametrize("which", range(6))
 def test_one_saved_tensor_in_other_strides(device, which, layout):
-    """Its step is another one than that of the others: of query, key, value, result, low half, statistics."""
+    """Its step is not that of the others: of query, key, value, result, low half, statistics."""
     skip_unless_runnable("triton", device)
     torch.manual_seed(0)
     leaves = [

@@ -1,5 +1,5 @@
-"""Many short problems, each in one program: through the interpreter on the CPU, for real on a GPU. The same
-truth and budget as the other kernels have."""
+"""Many short problems, each in one program: through the interpreter on the CPU, for real on a GPU.
+The same truth and budget as the other kernels have."""
 
 import pytest
 import torch

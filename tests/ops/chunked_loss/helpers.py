@@ -115,8 +115,8 @@ def leaves(head, hidden):
 
 
 def close(found, expected, dtype=torch.float64, roundings=0):
-    """Within three times as many roundings as dense computation makes: two for ours, one for the dense result
-    that it is compared with, which has an error of its own."""
+    """Within three times as many roundings as dense computation makes: two for ours, one for the
+    dense result that it is compared with, which has an error of its own."""
     assert len(found) == len(expected)
     for ours, want in zip(found, expected):
         assert ours.shape == want.shape
@@ -135,14 +135,14 @@ def _grouped(tensors):
 
 
 def roundings_of(eager, exact):
-    """By how many roundings of float32 dense computation in it is off the truth, by norms, at worst."""
+    """By how many float32 roundings dense computation is off the truth, by norms, at worst."""
     errors = [norm(own.double() - true) / norm(true) for own, true in zip(eager, exact) if norm(true)]
     return max(errors, default=0) / torch.finfo(torch.float32).eps
 
 
 @functools.cache
 def _roundings_of_heads(device):
-    """In the loss and the gradients of every head, eight times. Measured, since it is the device's own."""
+    """In the loss and the gradients of every head, eight times. Measured, as it is the device's."""
     eager, exact = [], []
     with torch.random.fork_rng(devices=[0] if device == "cuda" else []):
         torch.manual_seed(0)

@@ -44,7 +44,7 @@ def test_decorators(device):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_heads_without_module(device, mode):
-    """A bound method, a partial with tensors, a partial with a module: all of their parameters are seen."""
+    """A bound method, a partial with tensors, a partial with a module: all parameters are seen."""
     head, hidden, labels = make("linear", device=device)
     expected = gradients(dense, head, hidden, labels)
 

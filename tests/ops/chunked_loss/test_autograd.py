@@ -148,7 +148,7 @@ def test_frozen(device, frozen, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_tied_embedding(device, mode):
-    """One parameter in the trunk, in the head, and under two names: one gradient, the sum of all."""
+    """One parameter in the trunk, the head, and under two names: one gradient, the sum of all."""
     model = Tied().to(device, torch.float64)
     tokens, labels = torch.randint(V, (2, B, T), device=device)
     calls = []
@@ -179,7 +179,7 @@ def test_no_valid_rows(device, masked, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_without_graph_no_valid_rows(device, mode):
-    """A loss function that returns a constant zero, as many do: zeros, not None, or ranks would wait."""
+    """A loss function that returns a constant zero, as many do: zeros, or ranks would wait."""
 
     def loss_fn(logits, labels):
         kept = labels != -100
@@ -273,7 +273,8 @@ def test_double_backward(device, kind, mode):
 
     for order in (1, 2):
         ours, truth = (penalty(loss_of, *exact, order) for loss_of in (chunked_loss, dense))
-        # Off by 4 roundings or by 100, by luck, after so many derivatives: the rows in several orders.
+        # Off by 4 roundings or by 100, by luck, after so many derivatives: the rows in several
+        # orders.
         several = (penalty(dense, head, hidden, order, shift) for shift in range(8))
         close(ours, truth, roundings=max(roundings_of(eager, truth) for eager in several))
 

@@ -36,7 +36,7 @@ class Dropped(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_mask_of_forward(device, mode):
-    """The loss is linear in the weight where it is a sum of logits: its gradient has the mask in it."""
+    """The loss is linear in the weight where it is a sum of logits: its gradient has the mask."""
     head = Dropped(device)
     hidden = torch.randn(B, T, D, dtype=torch.float64, device=device, requires_grad=True)
     loss = chunked_loss(torch.sum, head, hidden, chunk_size=5, mode=mode)

@@ -1,5 +1,5 @@
-"""What head and loss_fn reach beside their arguments has changed when a chunk is computed again: an error
-says what, or the gradients are those of the values that the loss was computed with."""
+"""What head and loss_fn reach beside their arguments has changed when a chunk is computed again: an
+error says what, or the gradients are those of the values that the loss was computed with."""
 
 import collections
 import enum
@@ -353,8 +353,8 @@ class Busy(nn.Module):
 
 
 def test_constant_changed_by_function_accepted():
-    """Counters, logs, caches: also where another call comes in between, as with two losses of a step; and
-    what no code of theirs names."""
+    """Counters, logs, caches: also where another call comes in between, as with two losses of a
+    step; and what no code of theirs names."""
     head, hidden, labels = Busy(), *inputs()[1:]
     total = torch.zeros((), dtype=torch.float64)
 

@@ -1,5 +1,5 @@
-"""DDP and FSDP2, with two processes that have unequal numbers of chunks: exact, one all-gather and one
-reduce-scatter of the head a step, and nobody waits for ever."""
+"""DDP and FSDP2, with two processes that have unequal numbers of chunks: exact, one all-gather and
+one reduce-scatter of the head a step, and nobody waits for ever."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Every block of docs/howto/own_loss.md runs as it stands, one after the other, and prints what it says."""
+"""Every block of docs/howto/own_loss.md runs as it stands, in order, and prints what it says."""
 
 import re
 

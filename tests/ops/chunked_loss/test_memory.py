@@ -1,5 +1,5 @@
-"""The promise of chunked_loss, counted by the allocator: beyond hidden states, their gradient and the head's,
-one chunk. And from below: the dense computation breaks it.
+"""The promise of chunked_loss, counted by the allocator: beyond hidden states, their gradient and
+the head's, one chunk. And from below: the dense computation breaks it.
 
 Shapes: N rows, C rows of a chunk, D features, V classes.
 """
@@ -27,7 +27,7 @@ def prepared(device, dtype, rows=N):
 
 
 def peaks(loss_of, head, hidden, labels, **options):
-    """Of forward and backward, each above what it found, and of the largest tensor; the second time."""
+    """Of forward and backward, each above what it found, and of the largest tensor; at last."""
     upstream = torch.ones((), device=hidden.device)
     for _ in range(2):
         for leaf in leaves(head, hidden):
@@ -47,7 +47,7 @@ def held_by_gradients(head, hidden):
 
 
 def of_one_chunk(device, dtype):
-    """What dense computation takes for a chunk of rows, gradients included, whatever it takes twice."""
+    """What dense computation takes for a chunk of rows, with gradients, whatever it takes twice."""
     head, hidden, labels = prepared(device, dtype, C)
     forward, backward, _ = peaks(dense, head, hidden, labels)
     return forward + backward
@@ -157,7 +157,7 @@ def test_workspace_kept(device, dtype, share):
 
 
 def test_checkpointing_ignores_measured_rows():
-    """They are measured once, not when the checkpoint runs the call again; of this layout they are copied."""
+    """Measured once, not when the checkpoint calls again; in this layout they are copied."""
     head, targets = nn.Linear(8, 21).double(), torch.randint(21, (2, 4))
     hidden = torch.randn(8, 4, 2).double().permute(2, 1, 0)
 

@@ -1,4 +1,4 @@
-"""Heads that differentiate on their own: in forward and backward, by transforms, forward mode, hooks."""
+"""Heads that differentiate on their own: in both passes, by transforms, forward mode, hooks."""
 
 from functools import partial
 

@@ -69,7 +69,7 @@ def test_half_precision_loss_summed_in_float32(device):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_float16_gradients_no_underflow(device, mode, autocast):
-    """A loss divided by many tokens and multiplied by the scaler: at scale 1 most of it would be 0."""
+    """A loss divided by many tokens and scaled by the scaler: at scale 1 most of it would be 0."""
     dtype = torch.float32 if autocast else torch.float16
     head, hidden, labels = make("linear", device=device, dtype=dtype, ignored=0)
     labels.view(-1)[:5] = -100  # the first chunk says nothing about the size of the others'

@@ -34,7 +34,7 @@ chunked = functools.partial(chunked_loss, chunk_size=5)
 
 
 def functional(loss_of, head, labels, mode="gradient_in_forward", loss_fn=cross_entropy):
-    """Return the loss as a function of the hidden states and the head's parameters, and these two."""
+    """Return the loss as a function of hidden states and the head's parameters, and these."""
     options = {"mode": mode} if loss_of is chunked else {}
 
     def loss(hidden, parameters):
@@ -122,7 +122,7 @@ def test_transforms_value_per_row(device, transform):
 
 
 def over(loss_of, head, mode):
-    """Return the loss of one element of a batch as a function of hidden states, labels and parameters."""
+    """Return the loss of one batch element as a function of hidden states, labels, parameters."""
 
     def loss(hidden, labels, parameters):
         return functional(loss_of, head, labels, mode)(hidden, parameters)

@@ -1,6 +1,6 @@
-"""What test_distributed.py runs as two processes: each scenario is trained by two ranks, and densely by each
-alone on all of the data, in float64. The result: the collectives of the head in one step, and the rows of its
-chunks."""
+"""What test_distributed.py runs as two processes: each scenario is trained by two ranks, and
+densely by each alone on all of the data, in float64. The result: the collectives of the head in one
+step, and the rows of its chunks."""
 
 from functools import partial
 

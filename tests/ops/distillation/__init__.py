@@ -1,4 +1,4 @@
-"""Inputs, the truth in float64, what eager torch makes of it, and the budget for an error between the two.
+"""Inputs, the truth in float64, what eager torch makes of it, and the budget for their distance.
 
 Shapes: N rows, D_s and D_t features of student and teacher, V classes.
 """
@@ -203,8 +203,8 @@ def magnitudes(
     teacher_softcap: float | None = None,
     **_: Any,
 ) -> Result:
-    """The loss and its gradients with |.| around every term, so that nothing cancels. (The slope of a soft
-    cap, at most 1, is left out.)"""
+    """The loss and its gradients with |.| around every term, so that nothing cancels. (The slope of
+    a soft cap, at most 1, is left out.)"""
     both = dense_log_probs(inputs, temperature, student_softcap, teacher_softcap)
     s_NV, t_NV = (log_probs.flatten(0, -2) for log_probs in both)
     both_NV = s_NV.abs() + t_NV.abs()

@@ -1,4 +1,4 @@
-"""Compiles the kernels of distillation ahead of time, without a GPU, and prints what ptxas says of them:
+"""Compiles the kernels of distillation ahead of time, without a GPU; prints what ptxas says:
 
     python -m tests.ops.distillation.compile_kernels
 

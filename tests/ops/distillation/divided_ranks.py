@@ -1,5 +1,5 @@
-"""What test_divided.py runs as several processes: heads whose classes are divided over the ranks, held
-against the dense truth on all classes and rows.
+"""What test_divided.py runs as several processes: heads whose classes are divided over the ranks,
+held against the dense truth on all classes and rows.
 
 Shapes: N rows, V classes of all ranks.
 """
@@ -227,7 +227,7 @@ def triton() -> None:
 
 
 def near_teacher() -> None:
-    """A student close to its teacher, on float32: the loss keeps the digits that it has in one process."""
+    """A student close to its teacher, in float32: the loss keeps the digits of one process."""
     torch.manual_seed(3)
     whole = make_inputs(N, 8, 96, 8, ignored=0)
     close = {"teacher_input": whole.student_input.detach(), "ignored": None}
@@ -250,7 +250,7 @@ def near_teacher() -> None:
 
 
 def errors() -> None:
-    """Each is an error on every rank, in time, also of a backward; and afterwards the group still works."""
+    """Each is an error on every rank, in time, also in backward; the group still works then."""
     inputs = make_inputs(N, 5, V + 1, 4, dtype=torch.float64)
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     V_r = (V + 1) // (last + 1)
@@ -335,7 +335,7 @@ def peak() -> dict[str, Any]:
 
 
 def compiled() -> None:
-    """torch.compile of a call with a group: one graph, with the collectives inside the operators."""
+    """torch.compile of a call with a group: one graph, with collectives inside the operators."""
     inputs = make_inputs(24, 6, 24, 6, ignored=0)
     own, given = parts_of_even(inputs)
     for reduction in ("mean", "none"):
@@ -349,7 +349,7 @@ def compiled() -> None:
 
 
 def fsdp() -> None:
-    """A weight that FSDP2 shards: its ranks have tokens of their own, so it is not a divided one."""
+    """A weight that FSDP2 shards: its ranks have tokens of their own, so it is not divided."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = mesh_of(dist.get_world_size())

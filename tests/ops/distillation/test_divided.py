@@ -1,4 +1,4 @@
-"""Heads whose classes are divided over real processes: student and teacher alike, exact in every way."""
+"""Heads whose classes are divided over real processes: student and teacher, exact in every way."""
 
 import pytest
 import torch.distributed as dist
@@ -29,7 +29,7 @@ def check_matrix(results, kind, least):
 
 
 def test_values(results):
-    """Loss and gradients against the dense truth: layouts, ways to pass shards, divergences, options."""
+    """Loss and gradients against dense truth: layouts, ways to pass shards, divergences."""
     check_matrix(results, "matrix float64", 128)
     check_matrix(results, "matrix bfloat16", 24)
 

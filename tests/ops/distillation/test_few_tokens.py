@@ -1,6 +1,7 @@
-"""Few tokens of half-precision heads: the weight's gradient is a single product, rounded as it is written.
+"""Few tokens of half-precision heads: the weight's gradient is one product, rounded when written.
 
-On the CPU these run under Triton's interpreter, with products of bfloat16 as on a card: float32 sums.
+On the CPU these run under Triton's interpreter, with products of bfloat16 as on a card: float32
+sums.
 
 Shapes: N rows, D features, V classes.
 """
@@ -19,8 +20,8 @@ from tests.support.loss import interpreted
 
 BF16 = torch.bfloat16
 ROOM = 1 << 24  # for a single product; by default so small a call has no more than the dense one holds
-# G, dW, and X where rows are ignored are rounded to bfloat16, each by 2^-9 at most. The interpreter cuts a
-# float32 off where a card rounds.
+# G, dW, and X where rows are ignored are rounded to bfloat16, each by 2^-9 at most. The interpreter
+# cuts a float32 off where a card rounds.
 MOST_ERROR = {"cuda": 3 * 2**-9, "cpu": 9e-3}
 
 
@@ -66,7 +67,7 @@ def plan_of(N, D, V, *, dtype=BF16, workspace=None, device="cuda", ignored=False
     [(16, 4096, 128256), (256, 1024, 32000), (256, 4096, 128256), (256, 896, 151936), (100, 5376, 262144)],
 )
 def test_few_tokens_need_no_blocks_of_classes(N, D, V, ignored):
-    """The call holds G of the student, and what it may hold is about what the dense computation does."""
+    """The call holds G of the student, and may hold about what the dense computation does."""
     plan, granted, counts = plan_of(N, D, V, ignored=ignored)
     assert (plan.weight_gradient, plan.rows) == ("single_product", min(N, 128 if D < 1024 else N))
     assert counts.fixed + counts.single_product() <= granted
@@ -89,7 +90,7 @@ def test_choice_by_sizes(N, D, V, way):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_have_none(dtype):
-    """A float32 gradient is its own sum; of a float16 one, the factor of backward is not known yet."""
+    """A float32 gradient is its own sum; of a float16 one, backward's factor is not known yet."""
     assert plan_of(64, 1024, 32000, dtype=dtype)[0].weight_gradient != "single_product"
 
 
@@ -149,7 +150,7 @@ def test_gradients(device, as_on_a_card, divergence, reduction, N, D, V, chunks,
 
 
 def test_factor_of_a_mean_rounds_nothing(device, as_on_a_card):
-    """X is multiplied by what the host does not know of the factor: here by 1, so dW errs by G and itself."""
+    """The host knows the whole factor, so X is multiplied by 1: dW errs by G and itself."""
     torch.manual_seed(3)
     inputs = make_inputs(21, 32, 144, 16, device=device, dtype=BF16, ignored=0)
     kept = []

@@ -1,4 +1,4 @@
-"""The pass over both heads' logits, in Triton (interpreted on the CPU) and in torch, against float64."""
+"""The pass over both heads' logits, in Triton (interpreted on a CPU) and torch, against float64."""
 
 import importlib.util
 import math
@@ -32,7 +32,7 @@ def divergence_(backend):
 
 
 class Case:
-    """Products of C rows and V classes, in the columns of wider buffers, and all that goes with them."""
+    """Products of C rows and V classes, in columns of wider buffers, and what goes with them."""
 
     def __init__(self, device, C=3, V=45, *, bias=False, temperature=1.0, softcap=None, apart=3.0):
         def head(product):
@@ -48,7 +48,7 @@ class Case:
         self.C, self.V, self.softcap = C, V, softcap
 
     def exact(self, beta, dtype=torch.float64):
-        """The loss of each row, and the gradient of the student's products, times coef and temperature."""
+        """Each row's loss, and the gradient of the student's products by coef and temperature."""
 
         def log_probs(head):
             product = head.product_CB.detach().to(dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""Every kernel of distillation compiles ahead of time, without a GPU, and keeps its numbers in registers."""
+"""Every kernel of distillation compiles ahead of time, without a GPU, and fits into registers."""
 
 import importlib.util
 import re

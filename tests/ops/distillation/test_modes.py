@@ -1,4 +1,4 @@
-"""Around a call: autocast, checkpoints, compilation, capture, export; nothing waits, and bits repeat."""
+"""Around a call: autocast, checkpoints, compilation, capture, export; no waits, equal bits."""
 
 from dataclasses import replace
 

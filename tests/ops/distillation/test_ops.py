@@ -1,4 +1,4 @@
-"""The operators by themselves: FLOPs, the order of class blocks, and what is known of outputs beforehand."""
+"""The operators by themselves: FLOPs, the order of class blocks, what is known of outputs."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from tests.support.loss import rows_for, smallest_workspace
 
 
 def products(step):
-    """FLOPs in products of 37 rows, 19 features and 63 classes; the teacher has half as many features."""
+    """FLOPs in products of 37 rows, 19 features, 63 classes; the teacher has half the features."""
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops() / (2 * 37 * 20 * 63)

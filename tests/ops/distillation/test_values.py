@@ -1,4 +1,4 @@
-"""Losses and gradients against float64: divergences, dtypes, sizes, chunks, masks, layouts, extremes."""
+"""Results against float64: divergences, dtypes, sizes, chunks, masks, layouts, extremes."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A call of torch.nn.functional.linear_cross_entropy, and the same of ours: same loss, same gradients.
+"""A call of torch.nn.functional.linear_cross_entropy, and ours: same loss, same gradients.
 
 Shapes: N rows, D features, V classes, d1 ... dK positions.
 """

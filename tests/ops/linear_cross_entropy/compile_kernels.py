@@ -1,8 +1,9 @@
-"""Compiles every Triton kernel of the op ahead of time, without a GPU, and prints what ptxas says of it:
+"""Compiles every Triton kernel of the op ahead of time, without a GPU; prints what ptxas says:
 
     python -m tests.ops.linear_cross_entropy.compile_kernels
 
-one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kernels into Python functions.
+one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kernels into Python
+functions.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What tests of the path without a pass over the logits share (test_exponentials.py says how they run).
+"""What tests of the path without a pass over logits share (test_exponentials.py says how they run).
 
 Importing `everywhere` makes a module's tests run on that path, on the CPU too.
 """
@@ -72,7 +72,7 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Silent:
-    """A kernel that does nothing. (The interpreter holds on to the tensors of the last launch of each.)"""
+    """A kernel that does nothing. (The interpreter holds the tensors of each one's last launch.)"""
 
     def __getitem__(self, grid):
         return lambda *arguments, **options: None
@@ -80,8 +80,8 @@ class Silent:
 
 @pytest.fixture
 def silent(device, everywhere, monkeypatch):
-    """On the CPU: tiles as large as on a card, and nothing is computed in them. What is allocated does not
-    depend on that."""
+    """On the CPU: tiles as large as on a card, and nothing is computed in them. What is allocated
+    does not depend on that."""
     if device == "cuda":
         return
     modules = (kernels, row_coefficients, row_log_probs, recompute, row_kernels, target_rows, packed_triton)
@@ -93,7 +93,7 @@ def silent(device, everywhere, monkeypatch):
 
 
 def kept_plans(monkeypatch, *, few_tokens: bool) -> list:
-    """The arguments of each plan that is made, and the plan; any number of tokens is few, or none."""
+    """The arguments of each plan that is made, and the plan; any number of tokens is few."""
     monkeypatch.setattr(planner, "CLASSES_PER_TOKEN", 0 if few_tokens else 1 << 20)
     make, found = planner.make_plan, []
 
@@ -106,7 +106,7 @@ def kept_plans(monkeypatch, *, few_tokens: bool) -> list:
 
 
 def several_blocks(device: str) -> tuple[int, int]:
-    """Tokens and classes of which a small workspace makes several chunks and blocks, the last ones cut:
+    """Tokens and classes of which a small workspace makes several chunks and blocks, the last cut:
     what the interpreter takes is proportional to them."""
     return (80, 203) if device == "cuda" else (37, 139)
 
@@ -124,8 +124,8 @@ def dtype_on(device: str) -> torch.dtype:
 
 
 def with_options(device: str, options: dict, reduction: str, learned: bool, *, D: int) -> tuple:
-    """Inputs for these options, the options that are left beside them, and an upstream gradient; learned: a
-    bias, and a logit scale in place of a fixed one."""
+    """Inputs for these options, the options that are left beside them, and an upstream gradient;
+    learned: a bias, and a logit scale in place of a fixed one."""
     inputs = make_inputs(
         D=D,
         V=101,

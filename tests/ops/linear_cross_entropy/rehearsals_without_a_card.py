@@ -2,8 +2,9 @@
 
     python -m tests.ops.linear_cross_entropy.rehearsals_without_a_card
 
-prints for each call what was rehearsed, and what its forward and backward then launched: names of kernels
-and kinds of launches. TRITON_INTERPRET must not be set. Tensors lie on the CPU, and say that they do not.
+prints for each call what was rehearsed, and what its forward and backward then launched: names of
+kernels and kinds of launches. TRITON_INTERPRET must not be set. Tensors lie on the CPU, and say
+that they do not.
 """
 
 import json
@@ -49,7 +50,7 @@ CALLS = {
 
 
 def pretend():
-    """Let CPU tensors be planned for and computed as those of a Hopper card; memory begins as zeros."""
+    """Let CPU tensors be planned for and computed as a Hopper card's; memory begins as zeros."""
     driver.set_active(Driver())
     torch.Tensor.is_cuda = property(lambda self: True)
     torch.cuda.is_current_stream_capturing = lambda: False

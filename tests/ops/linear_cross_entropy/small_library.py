@@ -1,5 +1,6 @@
-"""A process without torch that loads a small library by compiled_library.py and prints what its function
-returns, 42; compilers for it that do what a script says; a library that it must not load."""
+"""A process without torch that loads a small library by compiled_library.py and prints what its
+function returns, 42; compilers for it that do what a script says; a library that it must not
+load."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
-"""The promise in half precision: errors no larger than those of eager torch with float32 logits, however many
-chunks, and for tokens that the model is sure of."""
+"""The promise in half precision: errors no larger than those of eager torch with float32 logits,
+however many chunks, and for tokens that the model is sure of."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def workspace_of_chunks(chunks, inputs, **options):
 
 
 def confident_inputs(probability, device, dtype):
-    """Rows whose targets have about this probability: each input is moved along its target's weight."""
+    """Rows whose targets have about this probability: each input is moved along its weight."""
     inputs = make_inputs(N, D, V, device=device, dtype=torch.float64, ignored=0.0, scale=1.0)
     with torch.no_grad():
         weight_ND = inputs.linear_weight[inputs.target]
@@ -75,7 +75,7 @@ def test_confident_tokens(device, reduction, probability, dtype, chunks):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_loss_independent_of_chunks(device, dtype):
-    """Each row's loss is computed from the same sums, so chunks of whatever size agree to rounding."""
+    """Each row's loss is computed from the same sums, so chunks of any size agree to rounding."""
     inputs = make_inputs(N, D, V, device=device, dtype=dtype)
     whole = fused(inputs, reduction="none").detach()
     for chunks in (8, 64, 256):
@@ -86,7 +86,7 @@ def test_row_loss_independent_of_chunks(device, dtype):
 
 @pytest.mark.parametrize("chunks", [1, 64])
 def test_weight_gradient_long_sums(device, chunks):
-    """Rows that all push one class the same way: a half-precision sum over them would stop growing."""
+    """Rows that all push a class the same way: a half-precision sum of them would stop growing."""
     inputs = make_inputs(N, D, V, device=device, dtype=torch.bfloat16, ignored=0.0)
     x = inputs.input.detach().abs().requires_grad_()
     inputs = replace(inputs, input=x, target=torch.full_like(inputs.target, 5))

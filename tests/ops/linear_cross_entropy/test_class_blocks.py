@@ -1,7 +1,9 @@
-"""The weight's gradient class block by class block on the path without a pass: both sweeps in several chunks
-of tokens and several blocks of classes, the last ones cut, whatever sizes a plan would choose.
+"""The weight's gradient class block by class block on the path without a pass: both sweeps in
+several chunks of tokens and several blocks of classes, the last ones cut, whatever sizes a plan
+would choose.
 
-How the path runs on the CPU is in test_exponentials.py; there bfloat16 is truncated: twice the rounding.
+How the path runs on the CPU is in test_exponentials.py; there bfloat16 is truncated: twice the
+rounding.
 """
 
 import sys
@@ -38,8 +40,9 @@ from tests.ops.linear_cross_entropy.test_several_terms import in_terms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-# Tokens and classes at a time: of the sweep that makes what belongs to tokens, and of the other; and tokens
-# whose exponentials are kept between them, for which there is room up to half the features (on a card, all).
+# Tokens and classes at a time: of the sweep that makes what belongs to tokens, and of the other;
+# and tokens whose exponentials are kept between them, for which there is room up to half the
+# features (on a card, all).
 SIZES = [(32, 48, 48, 64, 8), (8, 139, 32, 40, 8), (5, 64, 70, 139, 11), (32, 48, 48, 64, 0)]
 all_sizes = pytest.mark.parametrize("sizes", SIZES, ids=str, indirect=True)
 
@@ -235,7 +238,7 @@ def needs(N=16384, D=4096, V=128256) -> ClassBlocks:
     ("N", "D", "V"), [(16384, 4096, 128256), (8192, 2304, 256000), (100, 64, 1001), (1, 8, 5), (4096, 16, 9)]
 )
 def test_sizes_within_memory(room, N, D, V):
-    """Of the workspace, and of the gradient, which holds exponentials of a chunk and those that are kept."""
+    """Of the workspace, and of the gradient, which holds exponentials: a chunk's and kept ones."""
     of = needs(N, D, V)
     found = class_blocks.sizes(of, room, room)
     assert class_blocks.held(of, found) <= room

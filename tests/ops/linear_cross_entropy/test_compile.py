@@ -54,7 +54,7 @@ def counter():
 
 
 def compiled_with(backend, function=fused, **options):
-    """The function of Inputs, as one graph of tensors in and tensors out, with something before and after."""
+    """The function of Inputs, as one graph of tensors, with something before and after."""
     dynamic = options.pop("dynamic", None)
 
     @torch.compile(backend=backend, fullgraph=True, dynamic=dynamic)
@@ -97,7 +97,7 @@ def test_backends_and_workspaces(device, counter, workspace, backend):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kind", all_extended_but(["plain", "all, classes"], KINDS))
 def test_any_length_one_graph(device, counter, kind, reduction):
-    """By dynamic=True; for the numbers among the arguments Dynamo starts over once, in the first call."""
+    """By dynamic=True; for numbers among the arguments Dynamo starts over in the first call."""
     made, options = KINDS[kind]
     loss_of = compiled_with(counter, dynamic=True)
     for length in LENGTHS:
@@ -310,7 +310,8 @@ def test_export_log_probs(device):
         torch.testing.assert_close(found, expected)
 
 
-# fullgraph=True refuses transforms that do not combine. Without it, the result is right, or is refused.
+# fullgraph=True refuses transforms that do not combine. Without it, the result is right, or is
+# refused.
 
 
 @pytest.mark.parametrize("transform", all_extended_but(["grad", "vmap"], ["jvp", "dual", "grad", "vmap"]))

@@ -1,4 +1,4 @@
-"""A library that is kept is loaded only as it was written, and by nobody else; if not, it is made again."""
+"""A kept library is loaded only as it was written, by its owner; if not, it is made again."""
 
 import os
 import shutil

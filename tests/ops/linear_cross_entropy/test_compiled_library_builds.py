@@ -1,4 +1,4 @@
-"""A library is compiled once, privately, and kept whole or not at all, whatever happens meanwhile."""
+"""A library is compiled once, privately, and kept whole or not at all, whatever happens."""
 
 import ctypes
 import os
@@ -187,7 +187,7 @@ def test_cache_place_ignores_torch_default(tmp_path, monkeypatch):
 
 
 def test_disk_full(cache):
-    """A limit on the size of files stands for a full disk, at first for the compiler and then for us."""
+    """A limit on the size of files stands for a full disk, for the compiler and then us."""
     assert "failed: " in ask(cache, before=("sh", "-c", 'ulimit -f 1; exec "$@"', "sh"))
     assert list((cache / "lowtide").iterdir()) == []
     assert ask(cache) == "42"
@@ -233,8 +233,8 @@ def test_file_system_options(cache, options, expected):
 
 
 def test_library_with_reused_descriptor_path(tmp_path, cache, monkeypatch):
-    """To the loader, what has the path of a library is that library, even if the path is a descriptor's
-    number, which another file has got since."""
+    """To the loader, what has the path of a library is that library, even if the path is a
+    descriptor's number, which another file has got since."""
     compile_strange(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
     with open(tmp_path / "strange.so", "rb") as file:

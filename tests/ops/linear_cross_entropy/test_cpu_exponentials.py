@@ -138,7 +138,7 @@ def test_no_grad_stores_no_exponentials():
 
 
 def test_result_matches_logits_engine(monkeypatch):
-    """Within what rounds either; where there are no units, or too few weights, that is the one taken."""
+    """Within what rounds either; without units, or with too few weights, that one is taken."""
     inputs = make_inputs(200, 64, 1000, dtype=BF16)
     ours = differentiate(fused, inputs)
     monkeypatch.setattr(gemm, "against", lambda: "of a test")
@@ -174,7 +174,7 @@ def test_small_heads_other_engine(monkeypatch):
 
 
 def test_autocast():
-    """An input in float32 is rounded, as autocast would. (A weight in float32 would have to be copied.)"""
+    """An input in float32 is rounded, as autocast would. (A float32 weight would be copied.)"""
     inputs = make_inputs(300, 40, 301, dtype=BF16)
     with torch.no_grad():
         below = inputs.input.float() * (1 + 2.0**-12)
@@ -198,8 +198,9 @@ def off(monkeypatch, wanted=True):
 
 @pytest.mark.parametrize("made_off", all_extended_but([True], [False, True]))
 def test_compile(monkeypatch, made_off):
-    """A graph keeps the way that it was made for, as its outputs' dtypes depend on it: 2048 rows of such a
-    head are summed in float32 on one way, and in part in the gradient's memory on the other."""
+    """A graph keeps the way that it was made for, as its outputs' dtypes depend on it: 2048 rows of
+    such a head are summed in float32 on one way, and in part in the gradient's memory on the
+    other."""
     torch.compiler.reset()
     inputs, whole = make_inputs(64, 512, 16384, dtype=BF16), DEFAULT_WORKSPACE["cpu"]
     assert planned(inputs, whole).weight_gradient == "accumulate"
@@ -219,7 +220,7 @@ def test_compile(monkeypatch, made_off):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_backward_engine_of_forward(monkeypatch, where):
-    """What is kept of a row means another thing on the other: it shows where targets' logits are largest."""
+    """What is kept of a row differs on the other, which shows where targets' logits are largest."""
     inputs = make_inputs(100, 40, 301, dtype=BF16, ignored=0.0, scale=6.0)
     target = (inputs.input @ inputs.linear_weight.t()).argmax(1)
     inputs = replace(inputs, target=target)

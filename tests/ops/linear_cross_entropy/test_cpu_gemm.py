@@ -1,8 +1,9 @@
 """Products of bfloat16 operands with float32 sums on a CPU, against float64 of the same operands.
 
-What is allowed: a float32 sum of K products is off by about sqrt(K) halves of its last digit at most, of what
-its addends are in size. A logit's error is the exponential's relative error; the exponential itself, the
-difference before it and the sum add a few units of 2^-24. To bfloat16 one rounds by 2^-8 at most."""
+What is allowed: a float32 sum of K products is off by about sqrt(K) halves of its last digit at
+most, of what its addends are in size. A logit's error is the exponential's relative error; the
+exponential itself, the difference before it and the sum add a few units of 2^-24. To bfloat16 one
+rounds by 2^-8 at most."""
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def operands(C: int, D: int, V: int, *, apart: int = 0, logits: float = 1.0):
 
 
 def truth(x_CD, weight_VD, reference_C, target_C, scale, bias_V):
-    """Exponentials, their sums, the other classes' largest logit; and how far a float32 logit may be off."""
+    """Exponentials, their sums, the other classes' largest logit; a float32 logit's error."""
     x_CD, weight_VD = x_CD.double(), weight_VD.double()
     z_CV = scale * x_CD @ weight_VD.T
     size_CV = abs(scale) * x_CD.abs() @ weight_VD.abs().T + reference_C.double().abs()[:, None]

@@ -1,4 +1,4 @@
-"""Whether a CPU's own products can be had, in processes of their own; what is said where they cannot."""
+"""Whether a CPU's own products can be had, in own processes; what is said where they cannot."""
 
 import os
 import shutil
@@ -160,7 +160,7 @@ def test_library_damaged_or_writable_by_others(ask, tmp_path):
 @pytest.mark.extended
 @needs_products
 def test_cache_exchanged_during_build(ask, tmp_path):
-    """In a directory that others may write to, another user exchanges the place when the compiler has run.
+    """In a directory that others may write to, another user exchanges the place after the compiler.
     The compiler does it here, at the right moment."""
     compile_strange(tmp_path)
     place = tmp_path / "open"

@@ -1,5 +1,5 @@
-"""Without a workspace of the caller's, a call holds no more than the dense computation: eager torch's peak is
-measured, or on CUDA planned, beside ours.
+"""Without a workspace of the caller's, a call holds no more than the dense computation: eager
+torch's peak is measured, or on CUDA planned, beside ours.
 
 Shapes: N tokens, D features, V classes, P positions.
 """
@@ -29,8 +29,8 @@ from tests.support.loss import interpreted
 from tests.tools.estimate.conftest import TINY_LLAMA, config  # noqa: F401  a fixture
 
 KIB, MIB = 1 << 10, 1 << 20
-# Memory that a call may hold above the dense computation: room for enough rows and classes at a time, and for
-# vectors and one row of logits, which with few logits are larger than all of these.
+# Memory that a call may hold above the dense computation: room for enough rows and classes at a
+# time, and for vectors and one row of logits, which with few logits are larger than all of these.
 SLACK = ROOM["cpu"]
 OF_A_NUMBER = {"cpu": 64, "cuda": 256}
 HALVES = [torch.bfloat16, torch.float16]
@@ -55,7 +55,7 @@ def peak_of(call, leaves):
 
 
 def random_call(rng, log_size, dtypes):
-    """Return both computations of one call of random sizes and options, its leaves and N + D + V."""
+    """Return both computations of a call of random sizes and options, its leaves and N + D + V."""
     N, D, V = (size(rng, log_size) for _ in range(3))
     dtype = rng.choice(dtypes)
     cast = rng.choice([None, None, torch.bfloat16]) if dtype != torch.float64 else None
@@ -115,7 +115,7 @@ def test_peak_within_dense_triton():
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_peak_below_dense_large_logits(dtype, N, D, V, reduction):
-    """Without any slack, also where the gradients of few tokens are most of the dense computation's peak."""
+    """Without any slack, also where few tokens' gradients are most of the dense peak."""
     x, w = (torch.randn(length, D).to(dtype).requires_grad_() for length in (N, V))
     target = torch.randint(V, (N,))
     found, most = (

@@ -1,5 +1,6 @@
-"""In the place of torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`): what it accepts
-gives the same here, value and gradients. Its edges, errors and modules are in the files beside this one.
+"""In the place of torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`): what it
+accepts gives the same here, value and gradients. Its edges, errors and modules are in the files
+beside this one.
 
 Shapes: N rows, D features, V classes, d1 ... dK positions.
 """
@@ -106,7 +107,7 @@ def test_unbatched_and_ignored(device, reduction):
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_unbatched_with_target_vector(device, reduction, ignored):
-    """Which torch takes in forward, and cannot differentiate: the gradients are those of the class alone."""
+    """Torch takes it in forward, and cannot differentiate: the gradients are the class's alone."""
     arguments = make_call(device=device, batched=False)
     target = arguments["target"]
     options = {"reduction": reduction, "ignore_index": target.item() if ignored else None}
@@ -242,7 +243,7 @@ def dense_with_options(
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("positions", [(3,), (2, 3)])
 def test_positions_own_options(device, positions, reduction, small):
-    """Soft cap, learned scale and z-loss beside smoothing, class weights and ignored rows; and under vmap."""
+    """Soft cap, learned scale and z-loss beside smoothing, class weights, ignored rows; in vmap."""
     arguments = make_call(positions, device=device, bias=True, class_weight=True, ignored=-100)
     arguments["scale"] = torch.tensor(0.7, dtype=torch.float64, device=device)
     options = {"softcap": 1.5, "z_loss": 0.3, "label_smoothing": 0.1, "reduction": reduction}

@@ -1,5 +1,5 @@
-"""Replaces torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`) in edge cases, where
-there is nothing to add up, or where numbers are infinite or NaN.
+"""Replaces torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`) in edge cases,
+where there is nothing to add up, or where numbers are infinite or NaN.
 
 Shapes: N rows, D features, V classes, d1 ... dK positions.
 """
@@ -43,7 +43,7 @@ def test_class_weights_of_zero(device, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("probabilities", [False, True])
 def test_one_class(device, probabilities, reduction):
-    """With one class and one row, a target of one number is a class or a probability, by its dtype."""
+    """With one class and one row, a target of one number is class or probability, by dtype."""
     for rows in (1, N):
         arguments = make_call(device=device, rows=rows, class_weight=True)
         arguments["linear_weight"] = arguments["linear_weight"][:1]
@@ -56,7 +56,7 @@ def test_one_class(device, probabilities, reduction):
 @pytest.mark.parametrize("kind", ["classes", "all ignored", "probabilities"])
 @pytest.mark.parametrize("positions", [(), (2,), (0,), (2, 0)])
 def test_no_valid_rows_and_no_features(device, positions, kind, reduction):
-    """Without rows, classes, features or positions, or several of them, both give one value or one error."""
+    """Without rows, classes, features or positions, or several, both give one value or error."""
     for rows, classes, features in itertools.product((0, 3, None), (0, 4), (0, 2)):
         if rows is None and positions:
             continue

@@ -1,5 +1,5 @@
-"""In the place of torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`): what it refuses
-is refused, by an error that is caught as its own would be.
+"""In the place of torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`): what it
+refuses is refused, by an error that is caught as its own would be.
 
 Shapes: N rows, D features, V classes, d1 ... dK positions.
 """

@@ -1,5 +1,5 @@
-"""In the place of torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`): as a module,
-in the place of torch.nn.LinearCrossEntropyLoss; and on torch's own samples.
+"""In the place of torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`): as a
+module, in the place of torch.nn.LinearCrossEntropyLoss; and on torch's own samples.
 
 Shapes: N rows, D features, V classes, d1 ... dK positions.
 """

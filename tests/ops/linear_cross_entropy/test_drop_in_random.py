@@ -1,9 +1,10 @@
-"""In the place of torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`): any call at all,
-of any shapes, dtypes and options, good or bad. Both raise, and alike, or both give the same.
+"""In the place of torch.nn.functional.linear_cross_entropy (torch 2.13, without `options`): any
+call at all, of any shapes, dtypes and options, good or bad. Both raise, and alike, or both give the
+same.
 
-What differs is said: half precision has a float32 loss, and is summed in float32 as torch's own call on
-widened tensors; class weights beside indices may have any dtype; bytes are classes wherever int64 is; and a
-target [1] of an input [D] is a class, with a smoothing and with gradients as well.
+What differs is said: half precision has a float32 loss, and is summed in float32 as torch's own
+call on widened tensors; class weights beside indices may have any dtype; bytes are classes wherever
+int64 is; and a target [1] of an input [D] is a class, with a smoothing and with gradients as well.
 
 Shapes: N rows, D features, V classes, d1 ... dK positions.
 """
@@ -117,7 +118,7 @@ def extended(arguments):
 
 
 def widened(arguments):
-    """Half precision as float32, in which it is summed; torch smooths such probabilities in their own."""
+    """Half precision as float32, in which it is summed; torch smooths them in their own."""
     return {
         name: tensor.float() if tensor is not None and tensor.dtype in HALVES else tensor
         for name, tensor in arguments.items()

@@ -1,4 +1,4 @@
-"""Each bad argument: the exact exception, and a message with the argument, what was expected, what came."""
+"""Each bad argument: the exact exception, its message with argument, expectation, what came."""
 
 import re
 import subprocess

@@ -1,6 +1,7 @@
 """The path without a pass over the logits: on a card as it is, on the CPU through the interpreter.
 
-The interpreter has no product of bfloat16 operands: there the path runs on float32 ones, in small tiles.
+The interpreter has no product of bfloat16 operands: there the path runs on float32 ones, in small
+tiles.
 """
 
 from dataclasses import replace
@@ -35,7 +36,8 @@ from tests.ops.linear_cross_entropy.on_exponentials import (  # noqa: F401
     with_options,
 )
 
-# The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first attempt.
+# The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first
+# attempt.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -55,7 +57,7 @@ def test_several_chunks(device, reduction):
 
 
 def test_class_blocks(device):
-    """A bfloat16 weight whose float32 sum does not fit. The interpreter truncates: twice the rounding."""
+    """A bfloat16 weight with no float32 sum. The interpreter truncates: twice the rounding."""
     N, V = several_blocks(device)
     inputs = make_inputs(N, 24, V, device=device, dtype=torch.bfloat16)
     workspace = 120_000 if device == "cuda" else 40_000
@@ -68,8 +70,8 @@ def test_class_blocks(device):
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "reduction": "none"}], ids=str)
 @pytest.mark.parametrize("bits", [24, 20])
 def test_packed_sum(device, bits, options, monkeypatch):
-    """Four bytes a weight do not fit, one does or half of one, in several chunks. The interpreter truncates,
-    as above."""
+    """Four bytes a weight do not fit, one does or half of one, in several chunks. The interpreter
+    truncates, as above."""
     monkeypatch.setattr(weight_gradient, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
     N = 1100 if device == "cuda" else 150
     inputs = make_inputs(N, 24, 203, device=device, dtype=torch.bfloat16, class_weight=bool(options))
@@ -83,8 +85,8 @@ def test_packed_sum(device, bits, options, monkeypatch):
 
 @pytest.mark.parametrize("bits", [24, 20])
 def test_packed_sum_accuracy(device, bits):
-    """Each product that is added rounds the sum by half a unit of its last bit; what is not finite stays
-    so."""
+    """Each product that is added rounds the sum by half a unit of its last bit; what is not finite
+    stays so."""
     chunks, C, V, D = 6, 40, 72, 48
     dtype = dtype_on(device)
     e_CV = torch.rand(chunks, C, V, device=device).to(dtype)
@@ -113,13 +115,14 @@ def test_packed_sum_accuracy(device, bits):
 
 @pytest.mark.parametrize(("bits", "factor"), [(24, 2.0), pytest.param(20, 4.0, marks=pytest.mark.extended)])
 def test_frequent_class_confident(device, bits, factor, monkeypatch):
-    """What the probabilities of a class add to its row of dW, and what its targets subtract, are fifty times
-    what is left. A sum of first the one and then the other, over 16 chunks, would err by several times as
-    much as eager in 24 bits, and 16 times that in 20."""
+    """What the probabilities of a class add to its row of dW, and what its targets subtract, are
+    fifty times what is left. A sum of first the one and then the other, over 16 chunks, would err
+    by several times as much as eager in 24 bits, and 16 times that in 20."""
     monkeypatch.setattr(weight_gradient, "ENOUGH_ROWS", 1 if bits == 24 else 1 << 20)
     N, D, V = 16384 if device == "cuda" else 1024, 16, 40
     generator = torch.Generator().manual_seed(3)
-    # Were tokens more alike, all of a target would have one exponential in bfloat16, and one rounding.
+    # Were tokens more alike, all of a target would have one exponential in bfloat16, and one
+    # rounding.
     hidden = 1 + torch.randn(N, D, generator=generator) / 16
     weight = torch.randn(V, D, generator=generator) / 8
     weight[7] += 3 / D
@@ -147,7 +150,7 @@ def test_frequent_class_confident(device, bits, factor, monkeypatch):
 
 
 def test_entropy_of_unlikely_targets(device):
-    """One class has nearly all probability, 15 to 38 above the target: what is left is small, and exact."""
+    """One class, 15 to 38 above the target, has nearly all probability: the rest is exact."""
     N, D = 24, 16
     hidden = torch.zeros(N, D)
     hidden[:, 0], hidden[:, 1] = torch.linspace(15, 38, N), torch.linspace(7, 17, N)
@@ -255,8 +258,8 @@ def test_plan_engine_supported(device):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_graph_engine_any_address(device, monkeypatch, reduction):
-    """A compiled graph is run with tensors that begin elsewhere: a copy of them begins at 16 bytes. Without
-    one, where the engine is chosen for the tensors themselves, another is."""
+    """A compiled graph is run with tensors that begin elsewhere: a copy of them begins at 16 bytes.
+    Without one, where the engine is chosen for the tensors themselves, another is."""
     dtype = dtype_on(device)
     inputs = make_inputs(40, 24, 101, device=device, dtype=dtype)
 

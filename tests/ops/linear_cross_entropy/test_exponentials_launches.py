@@ -1,4 +1,4 @@
-"""What a chunk launches on the path without a pass over the logits: a small call waits for little else.
+"""What a chunk launches on the path without a pass over logits: small calls wait for little else.
 
 Views and allocations are left out. Without a card, through the interpreter.
 """
@@ -43,7 +43,7 @@ ALLOCATIONS = {"empty", "empty_like", "new_empty", "fill_", "promote_types"}
 
 
 class Launches(TorchDispatchMode):
-    """Keeps the names of operations and kernels, but not of what the interpreter does inside a kernel."""
+    """Keeps the names of operations and kernels, not of what the interpreter does in a kernel."""
 
     def __init__(self):
         super().__init__()

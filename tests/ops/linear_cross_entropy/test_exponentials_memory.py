@@ -1,8 +1,8 @@
-"""What a chunk of the path without a pass holds, and what lies where something else will be: rows scaled for
-dW's product in the memory of their rows of dX.
+"""What a chunk of the path without a pass holds, and what lies where something else will be: rows
+scaled for dW's product in the memory of their rows of dX.
 
-How the path runs on the CPU is in test_exponentials.py. There the products take float32, for which the rows
-of a bfloat16 gradient have no room: inputs are float32, under autocast.
+How the path runs on the CPU is in test_exponentials.py. There the products take float32, for which
+the rows of a bfloat16 gradient have no room: inputs are float32, under autocast.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
@@ -56,7 +56,7 @@ def plans(monkeypatch, kind):
     ("kind", "options"), [(kind, {}) for kind in KINDS] + [(kind, SMOOTHING) for kind in KINDS[:2]], ids=str
 )
 def test_no_overwrite_of_needed_values(device, plans, kind, options, reduction, widths, frozen):
-    """In chunks, the last of which is smaller, and pieces of these; or, at once, in pieces alone."""
+    """In chunks, the last of which is smaller, and pieces of these; or at once in pieces only."""
     N = 75 if device == "cpu" or kind == "single_product" else 1100
     N = 150 if device == "cpu" and kind == "packed" else N
     rounded = make_inputs(N, 24, 203, device=device, dtype=torch.bfloat16, class_weight=bool(options))
@@ -151,7 +151,7 @@ def test_memory_matches_plan(
     extras,
     frozen,
 ):
-    """In several pieces, and chunks. copied: a bfloat16 input, whose gradient has no room for scaled rows."""
+    """In pieces and in chunks. copied: a bfloat16 input, whose gradient cannot hold scaled rows."""
     if device == "cuda":
         pytest.skip("test_exponentials_modes.py has the card's own sizes")
     N, D, V = 400, 512, 1504

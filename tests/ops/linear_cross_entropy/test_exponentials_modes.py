@@ -1,5 +1,6 @@
-"""On a card, where the path without a pass runs in bfloat16: its memory by each way to the weight's gradient,
-and what may be around a call of it. (The tests of any path have other sizes, which it refuses.)
+"""On a card, where the path without a pass runs in bfloat16: its memory by each way to the weight's
+gradient, and what may be around a call of it. (The tests of any path have other sizes, which it
+refuses.)
 
 Shapes: N tokens, D features, V classes.
 """
@@ -58,7 +59,7 @@ def takes_the_path(inputs, **options):
 @REDUCTIONS
 @pytest.mark.parametrize("kind", SIZES)
 def test_memory(kind, reduction):
-    """The workspace, the gradients and the loss: at the smallest workspace of this kind, and a third more."""
+    """The workspace, the gradients and the loss: at this kind's least workspace and 4/3 of it."""
     N, V = SIZES[kind]
     inputs = make_inputs(N, 24, V, device="cuda", dtype=torch.bfloat16, bias=True)
     least = workspace_for(inputs, lambda plan: plan.weight_gradient == kind, backend="auto")

@@ -1,5 +1,5 @@
-"""The path without a pass over the logits, of a call without rows or with none that counts: zero gradients,
-however the weight's is formed (tests/test_no_rows.py has the other paths)."""
+"""The path without a pass over the logits, of a call without rows or with none that counts: zero
+gradients, however the weight's is formed (tests/test_no_rows.py has the other paths)."""
 
 import pytest
 import torch

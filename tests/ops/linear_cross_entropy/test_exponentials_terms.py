@@ -1,4 +1,4 @@
-"""Two linear terms on the path without a pass over the logits, and a weight's gradient of one product.
+"""Two linear terms on the path without a pass over logits, and a weight gradient of one product.
 
 The path runs on a card as it is, on the CPU through the interpreter (test_exponentials.py).
 """
@@ -139,7 +139,7 @@ def test_terms_unsupported(device, taken, widths):
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.02, "softcap": 5.0, "logit_scale": 1.7}], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_single_product(device, options, reduction):
-    """It is the gradient but for the rows of targets: frequent ones, ignored ones and the last class too."""
+    """The gradient but for targets' rows: frequent ones, ignored ones and the last class too."""
     N, V = 75, 203
     inputs = make_inputs(N, 24, V, device=device, dtype=torch.bfloat16, bias=bool(options))
     with torch.no_grad():

@@ -101,7 +101,7 @@ def test_nonfinite_row_reaches_loss(device, value, reduction, backend):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_nonfinite_row_ignored(device, smoothing, reduction, backend):
-    """Neither the loss nor the gradients of other rows see it. (The weight's does, 0 * NaN, as in torch.)"""
+    """Loss and other rows' gradients do not see it. (The weight's does: 0 * NaN, as in torch.)"""
     inputs = small(device, backend)
     frozen = replace(inputs, linear_weight=inputs.linear_weight.detach())
     frozen.target[2] = -100
@@ -134,8 +134,8 @@ def test_cuda_target_out_of_range_gives_nan(device, reduction):
 @pytest.mark.parametrize("std", [0.002, 0.02, 200.0])
 @pytest.mark.parametrize("kind", ["classes", "probabilities", "z-loss"])
 def test_float16_gradient_no_underflow(device, kind, std, backend):
-    """Before its factor is known room is left for what a log-sum-exp or a row's probabilities may be: a small
-    weight's rows would fall below float16's range by it."""
+    """Before its factor is known room is left for what a log-sum-exp or a row's probabilities may
+    be: a small weight's rows would fall below float16's range by it."""
     skip_unless_runnable(backend, device, torch.float16)
     rows, features, classes = 100, 64, 600
     inputs = make_inputs(
@@ -156,8 +156,8 @@ def test_float16_gradient_no_underflow(device, kind, std, backend):
     "options", [{"z_loss": 1.0}, {"label_smoothing": 1.0, "z_loss": 0.5, "softcap": 0.5}]
 )
 def test_float16_weight_gradient_no_underflow(device, options, backend):
-    """Class by class it is rounded before its factor is known: few rows leave room for numbers that are far
-    below the largest factor."""
+    """Class by class it is rounded before its factor is known: few rows leave room for numbers that
+    are far below the largest factor."""
     skip_unless_runnable(backend, device, torch.float16)
     inputs = make_inputs(9, 8, 400, device=device, dtype=torch.float16, scale=1.0)
     workspace = workspace_for(

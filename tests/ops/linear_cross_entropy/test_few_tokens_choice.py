@@ -97,7 +97,7 @@ def predicted(engine, N, D, V):
 
 
 def test_predicted_seconds():
-    """Of the card within 20 % of what was measured as CUDA graphs, where it has most of the work."""
+    """Of the card within 20 % of what CUDA graphs measured, where it has most of the work."""
     measured = {
         (256, 4096, 128256): (1.396, 1.387),
         (512, 4096, 128256): (2.619, 2.273),

@@ -1,7 +1,8 @@
-"""Logits so far apart that float32 has no digits after the point: a row's largest has probability 1.
+"""Logits so far apart that float32 has no digits after the point: the largest has probability 1.
 
-A kernel that forms a logit by a multiplication must give its maximum and its exponential the same bits. A
-fused multiply-add, which Triton's interpreter does not have, made exp(z - max) 0 or infinite there.
+A kernel that forms a logit by a multiplication must give its maximum and its exponential the same
+bits. A fused multiply-add, which Triton's interpreter does not have, made exp(z - max) 0 or
+infinite there.
 """
 
 import json
@@ -48,7 +49,7 @@ def test_on_hopper(device, engine, monkeypatch):
 
 
 def test_on_hopper_with_a_huge_soft_cap(device, monkeypatch):
-    """It is for the other engine: exponentials have no registers to round such logits before a difference."""
+    """It is for the other engine: exponentials have no registers to round such logits first."""
     put_everywhere(device, monkeypatch)
     inputs = make_inputs(37, 24, 112, device=device, dtype=dtype_on(device))
     assert planned(inputs, None, backend="triton", softcap=2.0**24).exponentials
@@ -87,7 +88,7 @@ def assembly():
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_no_sum_takes_a_product(assembly, transform):
-    """ptxas fuses such a sum, unless an operation is marked rn: so z has the same bits in all kernels."""
+    """ptxas fuses such a sum, unless one is marked rn: z has the same bits in all kernels."""
     plain, sloped = (operations_of(assembly[transform, slope]) for slope in (False, True))
     assert sorted(plain) == sorted(sloped)
     assert any(name in ("sub.f32", "sub.rn.f32") for name, _ in plain)  # z - max is one
@@ -96,7 +97,7 @@ def test_no_sum_takes_a_product(assembly, transform):
 
 
 def operations_of(ptx):
-    """All that z - max, which is stored first, is made of: the names of operations and of their operands'."""
+    """All that makes z - max, which is stored first: the names of operations and operands'."""
     lines = re.findall(r"^\s*([a-z]\S*)\s+(?:\{ )?(%r\d+)(?: \})?, (.*);", ptx, re.MULTILINE)
     made = {
         register: (name, re.findall(r"%r\d+", rest)) for name, register, rest in lines if name[:3] != "mov"

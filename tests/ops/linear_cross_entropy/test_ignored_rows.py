@@ -1,8 +1,8 @@
-"""Ignored rows on the path without a pass over the logits: kernels end before them, and nobody on the host
-knows how many there are.
+"""Ignored rows on the path without a pass over the logits: kernels end before them, and nobody on
+the host knows how many there are.
 
-On the CPU through Triton's interpreter, as in test_exponentials.py; memory that nothing has written holds NaN
-(tests/support/unwritten.py).
+On the CPU through Triton's interpreter, as in test_exponentials.py; memory that nothing has written
+holds NaN (tests/support/unwritten.py).
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
@@ -51,7 +51,7 @@ PATTERNS = ["none", "all", "all but one", "one", "prefixes", "suffix", "random"]
 
 @pytest.fixture(autouse=True)
 def _any_number_of_tokens(monkeypatch):
-    """Nor of features; and in each way to dW but class blocks, whose GEMMs then read cleared rows."""
+    """Nor of features; in each way to dW but class blocks, whose GEMMs then read cleared rows."""
     monkeypatch.setattr(spec, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(spec, "FEWEST_FEATURES", 1)
     monkeypatch.setattr(spec, "SKIPPING", ("packed", "accumulate", "single_product"))
@@ -212,7 +212,7 @@ def test_two_terms_and_leading_dimensions(device):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}], ids=str)
 def test_poison_in_ignored_rows(device, reduction, options):
-    """Rows that do not count are not read: what is in them reaches nothing, the weight's gradient least."""
+    """Rows that do not count are not read: what they hold reaches nothing, not even dW."""
     inputs = inputs_for(device, "prefixes", bias=True)
     upstream = torch.randn(N, device=device) if reduction == "none" else 1.0
     options = {"backend": "triton", "reduction": reduction, **options}
@@ -230,8 +230,8 @@ def _in_one_order(a, b, dtype=None):
 def test_bits_of_other_rows(device, monkeypatch):
     """Which rows are ignored changes no bit of another row's loss and of its dX.
 
-    In the interpreter a product's bits are those of NumPy's BLAS, which on some processors depend on the
-    row's place in a tile. So there each number is summed in one order.
+    In the interpreter a product's bits are those of NumPy's BLAS, which on some processors depend
+    on the row's place in a tile. So there each number is summed in one order.
     """
     if device == "cpu":
         monkeypatch.setattr(numpy, "matmul", _in_one_order)
@@ -308,7 +308,7 @@ def test_exponentials_end_early(device, counted, first_place):
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 def test_packed_product_ends_early(device, counted, add, last):
-    """Of the rows up to the count. If there are none, and nothing is to be rounded, nothing is touched."""
+    """Of the rows up to the count. If there are none, and none to be rounded, none is touched."""
     if last and not add:
         pytest.skip("a single chunk has its rounding apart")
     C, D = 64, 32

@@ -48,7 +48,7 @@ def is_split(plan):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("V", [502, 503])
 def test_gradients_and_workspace(V, dtype, reduction):
-    """Everything the loss has, in as little memory as plans the sum this way, and a gradient that shows."""
+    """Everything the loss has, in little enough memory for this sum, and a gradient to show it."""
     D = 160
     inputs = make_inputs(370, D, V, dtype=dtype, bias=True, class_weight=True, logit_scale=True)
     options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 0.01}

@@ -1,4 +1,4 @@
-"""The pass over a tile of logits, in Triton (interpreted on the CPU) and in plain torch, against float64."""
+"""The pass over a tile of logits, in Triton (interpreted on a CPU) and torch, against float64."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def block(request, monkeypatch):
 
 
 class Case:
-    """Logits of C rows and V classes in the columns of a wider buffer, and all that goes with them."""
+    """Logits of C rows and V classes in columns of a wider buffer, and all that goes with it."""
 
     def __init__(self, device, C=6, V=45, *, bias=False, class_weight=False, smoothing=0.0, padding=0):
         self.C, self.V, self.smoothing = C, V, smoothing
@@ -102,7 +102,7 @@ def rounded(exact, dtype, function):
 
 
 def close(got, want, *, dtype=torch.float32, function=None):
-    """Within one rounding to dtype, and eight of the float32 numbers before it (exp, log and their sums)."""
+    """Within a rounding to dtype, and eight of float32 numbers before it (exp, log, their sums)."""
     allowed = 8 * torch.finfo(torch.float32).eps * norm(want)
     if dtype != torch.float32:
         allowed += norm(rounded(want, dtype, function) - want) * 1.1

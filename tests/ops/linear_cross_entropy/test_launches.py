@@ -1,7 +1,7 @@
-"""The number of launches of a small call. A launch takes the host longer than the device takes to run it.
+"""The number of launches of a small call. A launch takes the host longer than the device to run it.
 
-Launches are counted under Triton's interpreter: kernels in Triton, and operations of torch other than
-views and allocations. On a card some of these operations launch two kernels.
+Launches are counted under Triton's interpreter: kernels in Triton, and operations of torch other
+than views and allocations. On a card some of these operations launch two kernels.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -91,7 +91,7 @@ def step(launches, dtype, engine, way, **options):
     ("reduction", "forward", "backward"), [("mean", 20, 3), ("sum", 21, 3), ("none", 13, 18)]
 )
 def test_exponentials(launches, monkeypatch, reduction, forward, backward):
-    """On the CPU the harness adds the conversions of operands to float32, and of a product from it."""
+    """On the CPU the harness adds conversions of operands to float32, and of a product back."""
     put_everywhere("cpu", monkeypatch)
     found = step(launches, torch.bfloat16, "exponentials", "single_product", reduction=reduction)
     assert found == (forward, backward), launches.found

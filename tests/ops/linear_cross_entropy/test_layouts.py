@@ -1,4 +1,4 @@
-"""Tensors as models hand them over: shifted slices, transposes, expansions, any leading dimensions."""
+"""Tensors as models hand them over: shifted slices, transposes, expansions, any leading sizes."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def strided_like(shape, kind, device, dtype):
-    """A leaf's view of `shape`, and that leaf: what autograd gives the leaf must go through the view."""
+    """A leaf's view of `shape`, and that leaf: autograd's gradient must go through the view."""
     *leading, D = shape
     rows = leading[-1]
     make = {

@@ -1,4 +1,4 @@
-"""linear_log_probs: four results of each row, and true gradients of three of them, however combined."""
+"""linear_log_probs: four results of each row, true gradients of three, however combined."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""A second term of few features, as an adapter has: the loss and its gradients in chunks and as a whole.
+"""A second term of few features, as an adapter has: loss and gradients in chunks and as a whole.
 
 Shapes: N tokens, D features, V classes; R features of the second term.
 """

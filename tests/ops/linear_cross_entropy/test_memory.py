@@ -81,7 +81,7 @@ def test_workspace_kept_forward_and_backward(device, dtype, extras, reduction, r
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_retained_graph_memory(device, dtype, reduction, room):
-    """Those that wait in the graph, and those handed out; kept in float32 where they are summed in it."""
+    """Those that wait in the graph, and those handed out; in float32 where they are summed so."""
     inputs, options = prepared(device, dtype, {}, room, reduction)
     with peak_memory(device) as peak:
         fused(inputs, **options).sum().backward(retain_graph=True)
@@ -93,7 +93,7 @@ def test_retained_graph_memory(device, dtype, reduction, room):
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_memory_of_loss_alone(device, dtype, extras, reduction, room):
-    """Without gradients only the loss is left, and nothing of V x D (beyond the logits) is ever allocated."""
+    """Without gradients only the loss is left, and nothing of V x D but logits is allocated."""
     inputs, options = prepared(device, dtype, extras, room, reduction)
     with torch.no_grad(), peak_memory(device) as peak:
         loss = fused(inputs, **options)
@@ -226,8 +226,9 @@ def test_workspace_counts_row_vectors(device, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_positions_memory_not_summed(device, reduction, dtype):
-    """Beside the workspace, tensors of the input's size in float32, however many positions there are; and one
-    position's part of the weight's gradient, of none all of them, as it is put together."""
+    """Beside the workspace, tensors of the input's size in float32, however many positions there
+    are; and one position's part of the weight's gradient, of none all of them, as it is put
+    together."""
     rows, features, classes, positions = 512, 64, 64, 32
     x = torch.randn(rows, features).to(device, dtype).requires_grad_()
     w = torch.randn(classes, positions, features).to(device, dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""The promise of `workspace` for operands that no product reads as they are, counted by the allocator.
+"""The promise of `workspace` for operands that no product reads as is, counted by the allocator.
 
 Shapes: N tokens, D features, V classes.
 """

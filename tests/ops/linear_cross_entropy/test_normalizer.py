@@ -1,4 +1,4 @@
-"""normalizer, what a mean divides by in place of its own count: on every engine, in every derivative.
+"""normalizer, what a mean divides by in place of its count: on every engine, in every derivative.
 
 Shapes: N tokens, D features, V classes, P positions.
 """
@@ -41,7 +41,8 @@ from tests.support.loss import (
 pytestmark = [
     # Triton's interpreter computes with numpy, which warns of inf - inf.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    # torch.func.jvp, the compiler and the exporter import torch.jit and others, which are deprecated.
+    # torch.func.jvp, the compiler and the exporter import torch.jit and others, which are
+    # deprecated.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -189,7 +190,7 @@ def test_number_on_another_device(number):
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("normalizer", [None, 9, torch.tensor(9.0, dtype=torch.float64)], ids=str)
 def test_sums_are_divided_by_a_tensor_beside_them(device, normalizer, probabilities):
-    """CUDA multiplies by the reciprocal of a number, and of a tensor on the CPU: other last bits."""
+    """CUDA multiplies by a number's reciprocal, and a tensor's on the CPU: other last bits."""
     inputs, divisors = make_inputs(device=device, probabilities=probabilities), []
 
     class Divisors(TorchDispatchMode):
@@ -376,7 +377,7 @@ def test_opcheck(device, positions):
 
 
 def test_compiled(device):
-    """One graph serves every count: tensors, floats and integers have one each, beside the first's own."""
+    """One graph serves every count: tensors, floats, integers have one each, besides the first."""
     torch._dynamo.reset()
     graphs = []
 

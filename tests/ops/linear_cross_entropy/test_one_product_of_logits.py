@@ -1,6 +1,7 @@
 """The engine of float32 logits where it forms dW by a single GEMM over all tokens.
 
-On the CPU these run under Triton's interpreter, with products of bfloat16 as on a card: float32 sums.
+On the CPU these run under Triton's interpreter, with products of bfloat16 as on a card: float32
+sums.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -46,8 +47,8 @@ def few_tokens(device, monkeypatch):
     monkeypatch.setattr(matmul, "product", product)
 
 
-# G, dW, and X where rows are ignored are rounded to bfloat16, each by 2^-9 at most. The interpreter cuts a
-# float32 off where a card rounds.
+# G, dW, and X where rows are ignored are rounded to bfloat16, each by 2^-9 at most. The interpreter
+# cuts a float32 off where a card rounds.
 MOST_ERROR = {"cuda": 3 * 2**-9, "cpu": 9e-3}
 ROOM = 1 << 24  # for a single GEMM; by default a call so small may hold no more than the dense one
 
@@ -179,7 +180,7 @@ def test_confident_tokens(device):
 
 
 def test_memory_matches_plan(device):
-    """What is held beyond the gradients is what the plan says, and no more than eager torch holds."""
+    """What is held beyond the gradients is what the plan says, no more than eager torch holds."""
     N, D, V = 96, 64, 4096
     inputs = make_inputs(N, D, V, dtype=torch.bfloat16, device=device, ignored=0.0)
     made = planned(inputs, None, backend="triton")

@@ -1,4 +1,4 @@
-"""Soft cap, logit scale, z-loss and class probabilities: each alone, all combined, and at their ends."""
+"""Soft cap, logit scale, z-loss and class probabilities: alone, all combined, and at their ends."""
 
 import itertools
 import math

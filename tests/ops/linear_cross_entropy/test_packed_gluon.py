@@ -1,5 +1,5 @@
-"""The product that adds to a sum, in Gluon, on a Hopper card: the same numbers as the kernel in Triton where
-there is one, bit by bit."""
+"""The product that adds to a sum, in Gluon, on a Hopper card: the same numbers as the kernel in
+Triton where there is one, bit by bit."""
 
 import pytest
 import torch
@@ -112,7 +112,7 @@ OPTIONS = {
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_float32_weight_autocast(products, name, reduction):
-    """In several chunks and in one, with a sum in float32: the error that rounding exponentials makes."""
+    """In several chunks and in one, with a float32 sum: the error of rounding exponentials."""
     N, D, V = 1500, 512, 3000
     x = torch.randn(N, D, device="cuda").bfloat16()
     weight = (torch.randn(V, D, device="cuda") * D**-0.5).requires_grad_()

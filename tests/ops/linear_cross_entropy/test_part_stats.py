@@ -47,7 +47,7 @@ def close(found, expected, largest=1.0):
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_merge(device, ranks, smooth):
-    """Every number, of rows whose targets are on each rank, ignored rows, and NaN and infinite logits."""
+    """Every number: of rows with targets on each rank, ignored rows, NaN and infinite logits."""
     torch.manual_seed(ranks)
     smooth_logit_C = torch.randn(C, device=device) if smooth else None
     packed = []

@@ -68,8 +68,8 @@ def test_products(device, frozen):
 @pytest.mark.parametrize("factor", [1.0, 1e-6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accuracy(device, dtype, factor, workspace):
-    """Also where class weights, and so a gradient's largest numbers, differ from position to position by
-    2^20: a float16 gradient has one scale for all."""
+    """Also where class weights, and so a gradient's largest numbers, differ from position to
+    position by 2^20: a float16 gradient has one scale for all."""
     [x_ND], [w_VPD], b_VP, _, target_NP = operands(device, dtype=dtype)
     target_NP = target_NP.clamp(max=V // 2 - 1)
     target_NP[:, 1:] += V // 2 * (target_NP[:, 1:] >= 0)
@@ -97,9 +97,10 @@ def test_accuracy(device, dtype, factor, workspace):
 
 
 def test_rounding_matches_single_head(device):
-    """Each position's part of the weight's gradient has the bits of a call of its own, by one engine.
+    """Each position's part of the weight's gradient has the bits of its own call, by one engine.
 
-    Left to itself, a call of its own takes the exponentials engine on Hopper, which rounds other numbers.
+    Left to itself, a call of its own takes the exponentials engine on Hopper, which rounds other
+    numbers.
     """
     [x_ND], [w_VPD], _, _, target_NP = operands(device, dtype=torch.bfloat16)
     x_ND, w_VPD = x_ND.requires_grad_(), w_VPD.requires_grad_()

@@ -38,8 +38,8 @@ def operands(inputs, dtype):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("leaves", ["input", "linear_weight", "all"])
 def test_autocast(device, leaves, reduction, dtype, input_dtype):
-    """A float32 loss, gradients in the dtype of each leaf, and errors no larger than autocast makes them. The
-    operands are cast as autocast does on CUDA; on the CPU products are in float32."""
+    """A float32 loss, gradients in the dtype of each leaf, and errors no larger than autocast makes
+    them. The operands are cast as autocast does on CUDA; on the CPU products are in float32."""
     inputs = make_inputs(device=device, bias=True, class_weight=True)
     inputs = replace(inputs, input=inputs.input.detach().to(input_dtype).requires_grad_())
     if leaves != "all":
@@ -103,7 +103,7 @@ def test_float16_with_loss_scale(device, ignored, reduction, upstream):
 @pytest.mark.parametrize("size", [1e-7, 1e-4, 1e4])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_float16_with_any_class_weight(device, reduction, size):
-    """Class weights in float32, so small or large that p - 1 times one of them leaves float16's range."""
+    """Class weights in float32, so small or large that p - 1 times one leaves float16."""
     inputs = make_inputs(64, 19, 63, device=device, dtype=torch.float16, class_weight=True)
     inputs = replace(inputs, weight=inputs.weight.float() * size)
     upstream = 1.0 if reduction == "mean" else 1 / size

@@ -1,6 +1,7 @@
 """A directory of one's own is opened only where nobody else can change it, or the path to it.
 
-Other users are stood for by another effective user id: to it, all that this user owns is a stranger's."""
+Other users are stood for by another effective user id: to it, all that this user owns is a
+stranger's."""
 
 import os
 import stat

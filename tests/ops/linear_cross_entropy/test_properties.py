@@ -1,4 +1,4 @@
-"""Any call: shapes, dtypes, options and workspaces drawn at random, against float64, within the budget."""
+"""Any call: shapes, dtypes, options, workspaces at random, against float64, within the budget."""
 
 import pytest
 import torch
@@ -200,7 +200,7 @@ def test_result_independent_of_logit_shift(device, sizes, shift, dtype):
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_more_logits_than_int32(reduction, backend):
-    """N V is 2^31 and more in one chunk: the last rows, whose offsets leave int32, are the same as alone."""
+    """N V is 2^31 and more in one chunk: the last rows, with offsets beyond int32, are as alone."""
     N, D, V = (1 << 14) + 128, 16, 1 << 17
     if torch.cuda.mem_get_info()[0] < 5 * N * V:
         pytest.skip("needs 12 GiB")

@@ -147,7 +147,7 @@ def test_products_switched_off(decided):
 
 
 def test_address_that_tensor_maps_cannot_read(monkeypatch):
-    """A graph keeps its engine. A tensor that begins elsewhere is copied, though one like it was not."""
+    """A graph keeps its engine. A tensor that begins elsewhere is copied, if one alike was not."""
     monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: True)
     monkeypatch.setattr(requirements, "reason_against_triton", lambda *_: None)
     x, w = torch.randn(6, 8), torch.randn(16, 8)

@@ -1,5 +1,5 @@
-"""A call of a head that is divided over ranks, or that FSDP2 shards, never goes straight to an engine: its
-ranks have to agree first, and its errors are told to all of them.
+"""A call of a head that is divided over ranks, or that FSDP2 shards, never goes straight to an
+engine: its ranks have to agree first, and its errors are told to all of them.
 
 One rank alone, whose parts are whole. Shapes: D features, V classes.
 """
@@ -42,7 +42,7 @@ def on_mesh(tensor, mesh, placement):
 
 
 def ways(new_mesh, x, w, target):
-    """The arguments and options of calls that are divided, by name; the tensors are alike otherwise."""
+    """The arguments and options of divided calls, by name; the tensors are alike otherwise."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, group = new_mesh(), dist.group.WORLD
@@ -82,7 +82,7 @@ def test_never_straight(device, new_mesh, went):
 
 
 def test_checks_of_fsdp_stay(device, new_mesh, went):
-    """A gathered parameter whose gradient nobody reduces is refused, though an alike call is remembered."""
+    """A gathered parameter whose gradient nobody reduces is refused, even if remembered."""
     from torch.distributed.fsdp import fully_shard
 
     x, w, target = tensors(device)

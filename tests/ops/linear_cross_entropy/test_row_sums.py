@@ -1,5 +1,5 @@
-"""What tiles find, put together (recompute.py, row_coefficients.py), and targets in order: on a card as it
-is, on the CPU through the interpreter."""
+"""What tiles find, put together (recompute.py, row_coefficients.py), and targets in order: on a
+card as it is, on the CPU through the interpreter."""
 
 import pytest
 import torch
@@ -41,8 +41,8 @@ def test_row_sums(device, T, C):
 @SIZES
 @pytest.mark.parametrize("sum", [LARGEST_SUM, LARGEST_SUM * 1.01, torch.inf, torch.nan])
 def test_far_rows(device, T, C, sum):
-    """The tile of a row whose sum is too large or NaN is marked, and this row gets its maximum as reference;
-    unless it is ignored."""
+    """The tile of a row whose sum is too large or NaN is marked, and this row gets its maximum as
+    reference; unless it is ignored."""
     partials_TC = torch.zeros(T, C, device=device)
     partials_TC[-1, C // 2] = sum
     marks, sum_C = no_marks(C, device), torch.empty(C, device=device)

@@ -1,4 +1,4 @@
-"""The vectors of the rows, the factor of a mean and the loss: each in one Triton launch, and in plain torch.
+"""The rows' vectors, the factor of a mean and the loss: each in one Triton launch, and in torch.
 
 The vectors have the bits of plain torch, on the CPU; sums are checked against float64.
 
@@ -23,8 +23,8 @@ from lowtide.ops.linear_cross_entropy.engines import row_loss_triton
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-# The error of a sum of numbers above 0 that is added up in blocks, in which each number goes through at most
-# a dozen additions.
+# The error of a sum of numbers above 0 that is added up in blocks, in which each number goes
+# through at most a dozen additions.
 SUM_ERROR = 1e-6
 OPTIONS = [
     {},
@@ -44,7 +44,7 @@ def _as_on_a_card(device, monkeypatch):
 
 
 def both(device, N=700, V=61, *, weighted=False, invalid=True, target_dtype=torch.int64, **options):
-    """Rows of one call in Triton and in torch; the row weights lie apart, those of ignored rows are NaN."""
+    """Rows of one call in Triton and in torch; row weights lie apart; ignored rows have NaN."""
     inputs = make_inputs(N, 8, V, device=device, class_weight=weighted)
     target_N = torch.randint(V, (N,), device=device)
     target_N[1::7] = ignored = options.get("ignore_index", -100)

@@ -1,4 +1,4 @@
-"""row_weight, a factor of each row's loss: beside every other option, on every engine, in every derivative.
+"""row_weight, a factor of each row's loss: beside every option, on every engine and derivative.
 
 Shapes: N tokens, D features, V classes, P positions.
 """
@@ -46,7 +46,8 @@ from tests.support.loss import (
 pytestmark = [
     # Triton's interpreter computes with numpy, which warns of inf - inf.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    # torch.func.jvp, the compiler and the exporter import torch.jit and others, which are deprecated.
+    # torch.func.jvp, the compiler and the exporter import torch.jit and others, which are
+    # deprecated.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -335,7 +336,7 @@ def test_positions(device, reduction, positions, probabilities, backend):
 
 
 def test_products(device):
-    """A mean or sum takes three products, and four if each row has an upstream gradient of its own."""
+    """A mean or sum takes three products, and four if each row has its own upstream gradient."""
     inputs, _ = weighted(37, 19, 63, device=device)
 
     def products(reduction):
@@ -350,7 +351,7 @@ def test_products(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_memory(device, reduction, dtype, probabilities):
-    """Row weights add only vectors of N numbers, within the workspace, and leave the plan as it is."""
+    """Row weights add only vectors of N numbers, in the workspace, and leave the plan alone."""
     N, D, V = 512, 4, 64
     inputs = make_inputs(N, D, V, device=device, dtype=dtype, probabilities=probabilities, row_weight=True)
     plain, peaks = replace(inputs, row_weight=None), []

@@ -1,4 +1,4 @@
-"""A head of several linear terms, x_0 W_0^T + x_1 W_1^T + ...: the same as one term of concatenated features.
+"""A head of several linear terms, x_0 W_0^T + x_1 W_1^T + ...: as one term of all features.
 
 Shapes: N tokens, D_k features of term k, V classes, R the rank of an adapter.
 """

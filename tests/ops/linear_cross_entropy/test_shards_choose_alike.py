@@ -40,7 +40,7 @@ def device(request, monkeypatch):
 
 
 def plan_of(device, N, V_r, *, log_probs=False, wanted=(True, True), dtype=torch.bfloat16, **options):
-    """The plan of a rank with so many tokens and classes, in a workspace with room for any of them."""
+    """The plan of a rank with so many tokens and classes, in a workspace with room for any."""
     with FakeTensorMode():
         x, w = (torch.empty(size, D, dtype=dtype, device=device) for size in (N, V_r))
         head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long, device=device)

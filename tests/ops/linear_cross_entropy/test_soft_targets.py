@@ -93,7 +93,7 @@ def test_several_chunks(device, chunks, kind):
 
 @kinds
 def test_class_blocks(device, kind):
-    """A bfloat16 weight whose float32 sum does not fit. The interpreter truncates: twice the rounding."""
+    """A bfloat16 weight with no float32 sum. The interpreter truncates: twice the rounding."""
     N, V = several_blocks(device)
     V += -V % 16
     inputs, options = of_kind(kind, device, N=N, V=V, dtype=torch.bfloat16)
@@ -142,7 +142,7 @@ def test_no_grad_same_loss(device, chunks, kind):
 
 @pytest.mark.parametrize("width", [16, 208, 256])
 def test_tiles_cut_and_whole(device, width):
-    """The last tile of a row reaches beyond its classes, or does not; and a class that is excluded."""
+    """A row's last tile reaches beyond its classes, or does not; and a class that is excluded."""
     inputs, _ = of_kind("probabilities", device, V=width, bias=True)
     bias = inputs.linear_bias.detach().clone()
     bias[1] = -torch.inf
@@ -200,8 +200,8 @@ def test_leading_dimensions(device, chunks):
 
 
 def test_other_engine_chosen(device, chunks):
-    """More digits than the operands have, which may be nearer to p than a distance says; and rows that are
-    not loaded several classes at a time."""
+    """More digits than the operands have, which may be nearer to p than a distance says; and rows
+    that are not loaded several classes at a time."""
     inputs, _ = of_kind("probabilities", device)
     finer = torch.float32 if device == "cuda" else torch.float64
     for other in (
@@ -218,7 +218,7 @@ def test_other_engine_chosen(device, chunks):
 @pytest.mark.parametrize("near", [None, 0.01], ids=["far", "near"])
 @pytest.mark.parametrize("size", [2.0, 60.0])
 def test_accuracy_of_16_bits(device, size, near):
-    """Of each gradient: half a step of its distance, and the rounding of the whole, also where y is near p.
+    """Of each gradient: half a step of its distance, and rounding the whole, also with y near p.
     (The interpreter truncates to bfloat16.)"""
     C, D, V = 37, 24, 208
     x_CD, weight_VD = torch.randn(C, D, device=device), torch.randn(V, D, device=device) * size / D**0.5

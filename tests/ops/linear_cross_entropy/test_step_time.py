@@ -70,7 +70,7 @@ def test_measured_steps_by_default(shape, ms):
 
 
 def test_input_gradient_of_our_own_fills_a_wave():
-    """Measured: 44.8 ms with 4096 rows, whose dX has 128 tiles, and 56.4 with 4736, which has 148."""
+    """Measured: 44.8 ms with 4096 rows, with dX in 128 tiles, and 56.4 with 4736, in 148."""
     shape = (32768, 1024, 151936)
     with FakeTensorMode():
         made = call(*shape, None)
@@ -93,7 +93,7 @@ def test_ignored_rows_cost_nothing_where_they_are_skipped():
 
 
 def test_way_with_the_least_time():
-    """Fewer than 512 rows per chunk of a packed sum cost more than a product more; a large sum costs less."""
+    """Below 512 rows per chunk a packed sum costs more than one product more; a large sum less."""
     with FakeTensorMode():
         ways = [
             planner.make_plan(*call(*shape)).weight_gradient

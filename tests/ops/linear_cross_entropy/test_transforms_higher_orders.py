@@ -73,8 +73,8 @@ def test_gradient_penalty(device, reduction, kind, workspace):
 @pytest.mark.parametrize(("order", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
 @pytest.mark.parametrize("kind", ["all, classes", "all, probabilities"])
 def test_workspace_kept_by_higher_orders(device, kind, order, dtype):
-    """Of a penalty on gradients, and of one on its gradients: beside the workspace there are gradients, and
-    copies of the operands in float32."""
+    """Of a penalty on gradients, and of one on its gradients: beside the workspace there are
+    gradients, and copies of the operands in float32."""
     made, options = KINDS[kind]
     N, V = 96, 1024
     inputs = make_inputs(N, 4, V, device=device, dtype=dtype, **made)
@@ -95,7 +95,7 @@ def test_workspace_kept_by_higher_orders(device, kind, order, dtype):
 
 
 def test_double_graph_backward_twice(device):
-    """What create_graph gives may be differentiated again, and the first gradients stay as they were."""
+    """What create_graph gives may be differentiated again, and the first gradients stay."""
     inputs = make_inputs(device=device, dtype=torch.float64)
     plain = differentiate(fused, inputs)
     loss = fused(inputs)

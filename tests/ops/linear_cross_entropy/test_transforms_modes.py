@@ -27,8 +27,8 @@ from tests.support.loss import (
 @pytest.mark.parametrize("place", ["outside", "inside", "backward too"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_transforms_autocast(device, reduction, place, cast):
-    """As if the operands had been cast (on the CPU, where products are in float32, as if they had not). The
-    gradients have the parameters' own dtypes."""
+    """As if the operands had been cast (on the CPU, where products are in float32, as if they had
+    not). The gradients have the parameters' own dtypes."""
     inputs = make_inputs(device=device, bias=True, logit_scale=True)
     with torch.no_grad():
         inputs.linear_bias.copy_(inputs.linear_bias.to(cast))
@@ -138,7 +138,7 @@ def test_transforms_in_threads(device):
 
 
 def test_transforms_in_autograd_function(device):
-    """Called with gradients on in the forward of another Function, as chunked training code does."""
+    """Called with gradients on in another Function's forward, as chunked training code does."""
 
     class Outer(torch.autograd.Function):
         @staticmethod

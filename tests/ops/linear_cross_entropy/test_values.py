@@ -1,4 +1,4 @@
-"""The loss and every gradient against float64, for all options, sizes of workspace, dtypes and backends."""
+"""The loss and every gradient against float64, for all options, workspaces, dtypes, backends."""
 
 import itertools
 import math
@@ -25,8 +25,9 @@ DTYPES = (torch.float32, torch.float64, *HALVES)
 
 
 def workspace_of(kind, inputs, **options):
-    """ "tight": many chunks, the weight gradient summed over them. "least": a row or so at a time, and a
-    half-precision weight's gradient class block by class block. "few": a few rows at a time."""
+    """ "tight": many chunks, the weight gradient summed over them. "least": a row or so at a time,
+    and a half-precision weight's gradient class block by class block. "few": a few rows at a
+    time."""
     if kind == "default":
         return None
     if kind in ("least", "few"):

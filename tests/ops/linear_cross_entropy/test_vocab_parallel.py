@@ -1,4 +1,4 @@
-"""Heads whose classes are divided over real processes: exact with every option, whatever the shards."""
+"""Heads whose classes are divided over real processes: exact with every option and shard."""
 
 import pytest
 import torch.distributed as dist
@@ -30,7 +30,7 @@ EXTENDED = pytest.mark.extended
     ],
 )
 def test_values(tmp_path, device, ranks, kinds):
-    """Loss, log-probabilities and all gradients, held against the dense truth of all classes and tokens."""
+    """Loss, log-probabilities and gradients, against the dense truth of all classes and tokens."""
     for rank in run_ranks(MATRIX, tmp_path / "store", kinds, ranks=ranks, device=device):
         for kind in kinds:
             assert "raised" not in rank[kind], rank[kind]["raised"]
@@ -140,8 +140,8 @@ def test_killed_rank(results, tmp_path):
     ["gather", pytest.param("sum_", marks=EXTENDED), pytest.param("scatter_sum", marks=EXTENDED)],
 )
 def test_killed_in_a_chunk(tmp_path, collective):
-    """Where others wait for a chunk's statistics, or for its rows of dX. (On cards their streams wait, and
-    NCCL ends the processes.)"""
+    """Where others wait for a chunk's statistics, or for its rows of dX. (On cards their streams
+    wait, and NCCL ends the processes.)"""
     kind = f"killed {collective}"
     check_killed(run_ranks(MODES, tmp_path / "store", [kind], ranks=3), kind)
 

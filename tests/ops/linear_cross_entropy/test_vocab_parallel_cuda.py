@@ -1,4 +1,4 @@
-"""Divided heads on cards: sizes of real heads, a step that waits for no card, and one in a CUDA graph."""
+"""Divided heads on cards: real heads' sizes, a step that waits for no card, one in a CUDA graph."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ REAL = "real bfloat16"
 
 @pytest.mark.parametrize("device", [on_cards(2)])
 def test_real_sizes(tmp_path, device):
-    """Uneven shards of a large vocabulary, by the engine without logits, which auto chooses for them."""
+    """Uneven shards of a large vocabulary, by the engine without logits, auto's choice for them."""
     pytest.importorskip("triton")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper card")

@@ -1,5 +1,5 @@
-"""Divided heads on the engines that store exponentials in place of logits: exact with every option, whatever
-the shards, with the collectives of the other engines.
+"""Divided heads on the engines that store exponentials in place of logits: exact with every option,
+whatever the shards, with the collectives of the other engines.
 """
 
 import pytest

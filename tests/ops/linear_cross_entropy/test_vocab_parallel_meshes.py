@@ -1,4 +1,4 @@
-"""Random calls of divided heads on random meshes and shards, the ranks being threads of one process."""
+"""Random calls of divided heads on random meshes and shards, with ranks as threads of a process."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     "seeds", [(0, 20), pytest.param((20, 150), marks=pytest.mark.extended)], ids=["few", "many"]
 )
 def test_random_meshes(seeds):
-    """1 to 8 ranks, shards of any sizes, empty ones too, in any order; meshes of up to three dimensions."""
+    """1 to 8 ranks, shards of any size, even empty, in any order; meshes of up to 3 dimensions."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     module = "tests.ops.linear_cross_entropy.vocab_parallel_threads"
     command = [sys.executable, "-m", module, *map(str, seeds)]

@@ -74,8 +74,9 @@ def test_row_bytes_beside_exponentials(N, D, V, dtype, kind, rows, product_rows,
 
 @pytest.mark.parametrize(("D", "kind"), [(2048, "packed"), (2056, "accumulate"), (512, "accumulate")])
 def test_sum_of_24_bits_first_with_gluon(D, kind, monkeypatch):
-    """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which the pipeline
-    cannot take, and not of so few that it is not worth it. Of exponentials there are 2 GiB at most."""
+    """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which
+    the pipeline cannot take, and not of so few that it is not worth it. Of exponentials there are 2
+    GiB at most."""
     hopper = pytest.importorskip("lowtide.core.kernels.backend")
     for pipeline, expected in ((False, "accumulate"), (True, kind)):
         monkeypatch.setattr(hopper, "pipelines_on", lambda device, pipeline=pipeline: pipeline)
@@ -101,8 +102,8 @@ def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
 
 
 def test_low_rank_term_sum_outside_default():
-    """Of 128 features of 128k classes it is as large as the default itself, and so is a float32 copy of its
-    weight, as the CPU takes it."""
+    """Of 128 features of 128k classes it is as large as the default itself, and so is a float32
+    copy of its weight, as the CPU takes it."""
     V, R, D = 128256, 128, 64
     with FakeTensorMode():
         inputs, weights = (
@@ -124,7 +125,7 @@ def to_cuda(tensor):
 
 
 def test_workspace_of_moved_operators():
-    """What `lowtide estimate` asks of each operator: outputs on the other device, and what is held there."""
+    """What `lowtide estimate` asks of each operator: outputs on the device, and what is held."""
     with FakeTensorMode():
         loss = arguments(torch.bfloat16, None, True, reduction="none")
         head, target, rest = loss[:4], loss[4], loss[4 + len(Labels._fields) :]

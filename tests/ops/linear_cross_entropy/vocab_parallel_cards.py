@@ -1,5 +1,5 @@
-"""What test_vocab_parallel_cuda.py runs as two processes with a card each: a step that waits for no card, and
-one in a CUDA graph.
+"""What test_vocab_parallel_cuda.py runs as two processes with a card each: a step that waits for no
+card, and one in a CUDA graph.
 
 Shapes: N tokens, D features, V classes of all ranks.
 """

@@ -1,5 +1,6 @@
-"""What test_vocab_parallel_exponentials.py runs as two processes: divided heads on the engines that store
-exponentials in place of logits. Each scenario asserts what it finds, on every rank; truth is dense float64.
+"""What test_vocab_parallel_exponentials.py runs as two processes: divided heads on the engines that
+store exponentials in place of logits. Each scenario asserts what it finds, on every rank; truth is
+dense float64.
 
 Shapes: N tokens, D features, V classes of all ranks, V_r of one.
 """
@@ -88,7 +89,7 @@ def ways(case: Case) -> None:
 
 
 def far_references(engine: str) -> None:
-    """A logit far above the target's and above all that a rank's sample has, on one rank or on both."""
+    """A logit far above the target's and all that a rank's sample has, on one rank or both."""
     for places in ((1,), (132,), (1, 132)):
         case = Case(engine)
         case.x[:, 0] = 1
@@ -142,8 +143,8 @@ def excluded(engine: str) -> None:
 
 
 def not_finite(engine: str) -> None:
-    """A logit that is NaN or +inf, on either rank, reaches the loss, as in torch; one of an ignored row
-    reaches nothing.
+    """A logit that is NaN or +inf, on either rank, reaches the loss, as in torch; one of an ignored
+    row reaches nothing.
     """
     for place in (5, 137):
         for value in (torch.nan, torch.inf):
@@ -189,8 +190,8 @@ def unlike_layouts(engine: str) -> None:
 
 
 def few_tokens(engine: str) -> None:
-    """Few tokens beside the classes of one rank, many beside those of the other, which may have none: one
-    engine and the same chunks on both, and no rank counts on a chunk of all tokens.
+    """Few tokens beside the classes of one rank, many beside those of the other, which may have
+    none: one engine and the same chunks on both, and no rank counts on a chunk of all tokens.
     """
     case = Case(engine)
     case.dtype, case.tolerance = torch.bfloat16, 3e-2
@@ -211,7 +212,7 @@ def few_tokens(engine: str) -> None:
 
 
 def collectives(engine: str) -> None:
-    """One gather of three numbers a row and one sum of dX a chunk, and the agreement; backward none."""
+    """One gather of three numbers a row and one sum of dX a chunk, the agreement; backward none."""
     case = Case(engine)
     for workspace in (None, SEVERAL[0]):
         with counted() as calls:

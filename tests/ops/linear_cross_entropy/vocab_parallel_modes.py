@@ -1,5 +1,6 @@
-"""What test_vocab_parallel.py runs as several processes, beside the matrix of vocab_parallel_ranks.py: ways
-to differentiate, kinds of heads, bad arguments, collectives, memory. A scenario returns what it counted.
+"""What test_vocab_parallel.py runs as several processes, beside the matrix of
+vocab_parallel_ranks.py: ways to differentiate, kinds of heads, bad arguments, collectives, memory.
+A scenario returns what it counted.
 
 Shapes: N tokens, D features, V classes of all ranks.
 """
@@ -135,7 +136,7 @@ def wanted_gradients() -> None:
 
 
 def ways_to_differentiate() -> None:
-    """A retained graph with other upstream gradients, a checkpoint, autocast; and what is refused."""
+    """A retained graph with other upstream gradients, a checkpoint, autocast; what is refused."""
     place, inputs = Place(), made()
     x, w = place.leaf(inputs.input), place.leaf(inputs.linear_weight, place.classes)
     for reduction in ("mean", "none"):
@@ -188,7 +189,7 @@ def ways_to_differentiate() -> None:
 
 
 def half_precision() -> None:
-    """float16 with a loss scale, and bfloat16 whose weight gradient is formed by blocks of classes."""
+    """float16 with a loss scale, and bfloat16 whose weight gradient is formed by class blocks."""
     place = Place(512)
     for dtype, workspace, upstream in (
         (torch.float16, None, 2.0**12),
@@ -211,7 +212,7 @@ def half_precision() -> None:
 
 
 def padded_vocabulary() -> None:
-    """Weights padded to as many rows on each rank, a bias and class weights likewise; DTensors, too."""
+    """Weights padded to as many rows on each rank, bias and class weights likewise; DTensors."""
     place, inputs, padded = Place(V + 8), made(bias=True, class_weight=True), V + 8
     options = {"label_smoothing": 0.1}
     expected = dense(inputs, **options)
@@ -281,7 +282,7 @@ def extremes() -> None:
 
 
 def ignored_rows() -> None:
-    """What an ignored row holds, NaN or infinity, reaches no result and no gradient, as in one process."""
+    """What an ignored row holds, NaN or infinity, reaches no result or gradient, as in one."""
     place, inputs = Place(), made(bias=True, logit_scale=True)
     groups = [dist.new_group([rank]) for rank in range(place.ranks)]
     alone = {"group": groups[place.rank], "first_class": 0, "num_classes": V}
@@ -316,7 +317,7 @@ def ignored_rows() -> None:
 
 
 def told_later() -> None:
-    """What a card found to differ in an earlier call is raised on all ranks, once, whoever knows it."""
+    """What a card found to differ in an earlier call is raised once on all ranks, whoever knows."""
     place, inputs = Place(), made()
     x, w = inputs.input.detach(), inputs.linear_weight.detach()[place.classes]
 
@@ -336,7 +337,7 @@ def told_later() -> None:
 
 
 def module_and_sequences() -> None:
-    """LinearCrossEntropyLoss under parallelize_module; [B, S, D] divided by sequences; a DTensor's loss."""
+    """LinearCrossEntropyLoss under parallelize_module; [B, S, D] by sequences; a DTensor's loss."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     place, inputs = Place(), made(bias=True, class_weight=True)
@@ -492,7 +493,7 @@ def bad_arguments() -> None:
 
 
 def later_calls() -> None:
-    """What differs from an earlier call on one rank alone: tokens, an error, a frozen weight, a workspace."""
+    """What differs from an earlier call on one rank: tokens, error, frozen weight, workspace."""
     place, inputs = Place(), made(ignored=0.0)
     x, w, target = inputs.input.detach(), inputs.linear_weight.detach(), inputs.target
     own, last, expected = w[place.classes], place.ranks - 1, dense(inputs, reduction="none").detach()
@@ -517,7 +518,8 @@ def later_calls() -> None:
     leaf.requires_grad_(place.rank != last)
     assert "requires_grad of" in raised(lambda: loss(leaf))
 
-    # The first rank holds most classes and few tokens: only for the most tokens of a rank it lacks room.
+    # The first rank holds most classes and few tokens: only for the most tokens of a rank it lacks
+    # room.
     least = (60_000 if DEVICE == "cpu" else 100_000) + 380_000 * place.ranks
     classes = 10 if place.rank else 5000
     first = 5000 + 10 * (place.rank - 1) if place.rank else 0
@@ -535,7 +537,7 @@ def later_calls() -> None:
 
 
 def errors_of_backward() -> None:
-    """What raises on the last rank alone, before the ranks agree, is told to those that wait for it."""
+    """What raises on the last rank alone, before the ranks agree, is told to those waiting."""
     place, inputs = Place(), made()
     w, last = inputs.linear_weight.detach()[place.classes], place.ranks - 1
 
@@ -624,7 +626,8 @@ def results_without_gradient() -> None:
         close(x.grad, wanted[0][place.tokens])
         close(own.grad, wanted[1][place.classes])
 
-    # Replicated tokens: ranks with other upstream gradients would have other gradients of one input.
+    # Replicated tokens: ranks with other upstream gradients would have other gradients of one
+    # input.
     _, _, found = begun("log-probs", slice(None))
     total = found["log_prob"].sum() if rank != last else _WithoutGradient.apply(found["log_prob"])
     assert "upstream gradients of log_prob" in raised(total.backward)
@@ -632,7 +635,8 @@ def results_without_gradient() -> None:
     total = found["loss"].sum() if rank != last else _WithoutGradient.apply(found["loss"])
     assert "upstream gradients of loss" in raised(total.backward)
 
-    # Two calls of one shape, of which each rank uses another; a rank without backward that calls again.
+    # Two calls of one shape, of which each rank uses another; a rank without backward that calls
+    # again.
     for kind, (part, given) in product(
         ("none", "log-probs"), ((slice(None), {}), (place.tokens, {"tokens_sharded": True}))
     ):
@@ -662,7 +666,7 @@ def results_without_gradient() -> None:
 
 @contextlib.contextmanager
 def counted() -> Any:
-    """The kind and the bytes of each collective, in order, without the fingerprints of tensors on cards.
+    """The kind and the bytes of each collective, in order, without fingerprints of cards' tensors.
 
     tests/distributed/test_doctor.py counts these too.
     """
@@ -688,7 +692,7 @@ def counted() -> Any:
 
 
 def collectives_of_a_step() -> dict[str, Any]:
-    """What forward and backward move, for a call of several chunks; the first entry is the agreement."""
+    """What forward and backward move, for a call in chunks; the first entry is the agreement."""
     place, found = Place(), {}
     inputs = made(dtype=torch.float32, ignored=0.0)
     for name, options in {
@@ -825,8 +829,8 @@ def segments() -> None:
 
 
 def killed(rank: int, collective: str = "") -> None:
-    """The last rank ends between two calls, or in a chunk's collective of the second one. The others raise,
-    and say after how many seconds.
+    """The last rank ends between two calls, or in a chunk's collective of the second one. The
+    others raise, and say after how many seconds.
     """
     place, inputs = Place(), made()
     tokens = place.tokens if collective == "scatter_sum" else slice(None)

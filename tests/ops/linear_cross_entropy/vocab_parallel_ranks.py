@@ -1,5 +1,6 @@
-"""What test_vocab_parallel.py runs as several processes: calls whose classes are divided over the ranks, each
-held against the dense truth on all classes and tokens. A result has the cases that failed, and how many ran.
+"""What test_vocab_parallel.py runs as several processes: calls whose classes are divided over the
+ranks, each held against the dense truth on all classes and tokens. A result has the cases that
+failed, and how many ran.
 
 Shapes: N tokens, D features, V classes of all ranks.
 """
@@ -48,7 +49,8 @@ LAYOUTS = ("even", "uneven", "empty", "reversed")
 TARGETS = ("any", "one rank", "rank without")
 WAYS = ("group", "dtensor", "tokens", "dtensor tokens")
 
-# Options of the loss; "bias", "class_weight", "logit_scale", "row_weight" and "probabilities" are tensors.
+# Options of the loss; "bias", "class_weight", "logit_scale", "row_weight" and "probabilities" are
+# tensors.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sum": {"reduction": "sum"},
@@ -123,7 +125,7 @@ def inputs_of(target: str, layout: str, options: dict[str, Any], dtype: torch.dt
 
 
 class Shards:
-    """One rank's tensors of a call in a way of passing them, and the whole gradients of all ranks' leaves."""
+    """A rank's tensors of a call in a way of passing them, and all ranks' whole leaf gradients."""
 
     def __init__(self, inputs: Inputs, layout: str, way: str) -> None:
         self.inputs, self.way = inputs, way
@@ -271,9 +273,9 @@ LOG_PROBS = ("plain", "bias", "soft cap", "learned scale")
 
 
 def cases(kind: str):
-    """Those of a kind: all combinations; so many that each pair of values occurs; or few, in which each way
-    to pass shards occurs with all other values, and each layout with all targets. Those of real sizes have
-    each way with each option that the engine without logits takes."""
+    """Those of a kind: all combinations; so many that each pair of values occurs; or few, in which
+    each way to pass shards occurs with all other values, and each layout with all targets. Those of
+    real sizes have each way with each option that the engine without logits takes."""
     how, dtype = kind.split()
     every = [
         (case, getattr(torch, dtype), *rest)
@@ -332,8 +334,8 @@ def engines_counted() -> Iterator[Counter[str]]:
 
 @contextlib.contextmanager
 def running_on(engine: str) -> Iterator[Counter[str]]:
-    """Let an engine without logits run each call that it can; that of a Hopper card on the CPU, too, in
-    Triton's interpreter.
+    """Let an engine without logits run each call that it can; that of a Hopper card on the CPU,
+    too, in Triton's interpreter.
 
     Yields how often each engine ran.
     """

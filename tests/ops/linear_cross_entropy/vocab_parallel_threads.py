@@ -1,5 +1,6 @@
-"""What test_vocab_parallel_meshes.py runs in a process of its own: ranks as threads, by the process group of
-torch's own tests. A rank costs no start, so there are many meshes and shards; truth is dense float64.
+"""What test_vocab_parallel_meshes.py runs in a process of its own: ranks as threads, by the process
+group of torch's own tests. A rank costs no start, so there are many meshes and shards; truth is
+dense float64.
 
 Shapes: N tokens, D features, V classes of all ranks.
 """

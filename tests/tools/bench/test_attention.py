@@ -146,8 +146,8 @@ def test_case_too_large_row_per_provider():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-# Dynamo gives this warning, as it looks at every attribute of flex attention's operands. As an error it would
-# end Dynamo.
+# Dynamo gives this warning, as it looks at every attribute of flex attention's operands. As an
+# error it would end Dynamo.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", ["smoke-cuda", "smoke-cuda-bias", "smoke-cuda-dropout"])
 def test_providers_on_card(name):

@@ -39,7 +39,7 @@ def test_inputs_repeat_with_a_tenth_ignored():
 
 
 def test_each_rank_has_its_part():
-    """Under FSDP2 each has as many targets that count, so that a mean of means is the mean of all."""
+    """Under FSDP2 each has as many targets that count: a mean of means is the mean of all."""
     case = Case("tiny", 20, 4, 7, torch.float32, "cpu", ranks=3, tokens_divided=True)
     ranks = [replace(case, rank=rank) for rank in range(3)]
     whole = case.inputs(requires_grad=True)
@@ -126,8 +126,8 @@ def test_quantiles():
 @pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize("beside", [None, provider(dense, "plain")])
 def test_ratios_by_round(beside, losses, monkeypatch):
-    """That of the medians would be 2.2, and over the plain call 0.1. What amounts to two losses takes half as
-    long for one."""
+    """That of the medians would be 2.2, and over the plain call 0.1. What amounts to two losses
+    takes half as long for one."""
     spans = [[1.0, 2.0, 4.0], [2.0, 4.0, 8.0], [1.2, 5.0, 4.4]]
 
     def alternate(calls, rounds, device):

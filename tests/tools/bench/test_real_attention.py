@@ -1,4 +1,4 @@
-"""The shapes of public models in `lowtide bench attention --real`: the data, the truth, the rows."""
+"""The shapes of public models in `lowtide bench attention --real`: data, truth, rows."""
 
 import dataclasses
 import io
@@ -233,7 +233,7 @@ def test_half_precision_is_for_cards():
 
 
 def test_ratios_are_to_the_quickest_of_torch(monkeypatch):
-    """Torch's own choice takes 4 ms, another of its kernels 3, ours 2 + 4; eager's 1 counts for nothing."""
+    """Torch's own choice takes 4 ms, another of its kernels 3, ours 2 + 4; eager's 1 counts not."""
     quick = AttentionProvider("sdpa-cudnn", "torch", PROVIDERS["sdpa"].load)
     providers = [PROVIDERS["lowtide"], PROVIDERS["sdpa"], quick, PROVIDERS["eager"]]
     times = (2.0, 4.0, 1.0, 3.0, 0.5, 2.5, 0.5, 0.5)  # forward and backward of each
@@ -249,7 +249,7 @@ def test_ratios_are_to_the_quickest_of_torch(monkeypatch):
 
 
 def test_host_runs_ahead_on_cuda(monkeypatch):
-    """Each round begins twice the host's time later on the card, and each provider has its own two times."""
+    """Each round begins twice the host's time later on the card; each provider has two times."""
     case = dataclasses.replace(BY_NAME["smoke-bias"], device="cuda")
     inputs = BY_NAME["smoke-bias"].inputs()
     runners = [

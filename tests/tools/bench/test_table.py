@@ -74,7 +74,7 @@ def test_table_of_options():
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A package at tmp_path/lowtide that lowtide seems to be imported from, and git for tmp_path."""
+    """A package at tmp_path/lowtide that lowtide seems to come from, and git for tmp_path."""
     package = tmp_path / "lowtide"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -93,7 +93,7 @@ def test_error_of_block_unchanged(tmp_path):
 
 @pytest.mark.parametrize("old", [None, b"old"])
 def test_save_interrupted(tmp_path, monkeypatch, old):
-    """Ctrl-C while the file is written: torch's zip writer would raise a RuntimeError in its place."""
+    """Ctrl-C while the file is written: torch's zip writer would raise RuntimeError for it."""
     path = tmp_path / "file.pt"
     if old is not None:
         path.write_bytes(old)

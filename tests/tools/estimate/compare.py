@@ -13,6 +13,7 @@ def compare(tmp_path, kinds, ranks=RANKS):
     for kind in kinds:
         peaks = [rank[kind].get("peak", rank[kind]) for rank in measured]
         foretold = estimate(*parsed(kind), "cpu").peak
-        # With the default workspace, the plan of a head counts copies that the CPU makes block by block.
+        # With the default workspace, the plan of a head counts copies that the CPU makes block by
+        # block.
         allowed = 0.1 if "shard_head" in kind and "workspace" not in kind else 0.03
         assert foretold == pytest.approx(max(peaks), rel=allowed), (kind, foretold, peaks)

@@ -1,4 +1,4 @@
-"""`lowtide estimate --tp`: one rank's peak without the others, held against what two processes hold."""
+"""`lowtide estimate --tp`: one rank's peak without others, against what two processes hold."""
 
 import json
 

@@ -21,7 +21,7 @@ from tests.support.ranks import RANKS
 
 
 def parsed(kind):
-    """Return (setting, loss) of a scenario; "workspace" means 1 MiB, "by transformers" tp_plan="auto"."""
+    """Return (setting, loss) by name; "workspace" is 1 MiB, "by transformers" tp_plan="auto"."""
     loss, model, dtype, optimizer, *options = kind.split(", ")
     setting = Setting(
         model,
@@ -61,7 +61,7 @@ def divided_by_transformers(setting):
 
 
 def run(kind, rank):
-    """Return the bytes that this rank holds at the peak of a step, or the loss, if that is asked for."""
+    """Return the bytes that this rank holds at the peak of a step, or the loss, if asked for."""
     setting, loss = parsed(kind)
     if "first loss" in kind:
         return first_loss(setting, loss)

@@ -106,7 +106,7 @@ def test_exception_keeps_record():
 
 
 def test_thinning_takes_linear_time():
-    """It took the square of its length, two minutes for a hundred small steps: the picture seemed to hang."""
+    """It took the square of its length, two minutes for 100 small steps, and seemed to hang."""
 
     class Levels(list):
         looks = 0
