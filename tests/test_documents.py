@@ -62,7 +62,7 @@ def test_files_named_exist(page):
     "pages", [("CONTRIBUTING.md",), ("docs/architecture.md", "docs/where_to_find.md")], ids=" ".join
 )
 def test_names_in_text_occur_in_code(pages):
-    """A name alone, as `whole_softmax_coef` or `Plan.rows`: no page keeps that of something renamed."""
+    """No page keeps the name of something renamed, as `whole_softmax_coef` or `Plan.rows`."""
     text = "\n".join((ROOT / page).read_text() for page in pages)
     words = {word for path in FILES for word in re.findall(r"\w+", path.read_text())}
     names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text)

@@ -190,7 +190,7 @@ def test_chunked_loss(device, mode, dtype, layout):
 
 @pytest.fixture
 def decisions(monkeypatch):
-    """What was decided, not counting what is remembered of it: the loss asks for the backend first."""
+    """Each decision that is made, not looked up: the loss asks for the backend first."""
     forget()
     found = []
 

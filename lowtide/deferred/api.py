@@ -41,9 +41,8 @@ class Deferral:
         self._parallel = transformers_forward(head)
         self._class: type | None = _deferring(self._plain, self)
         head.__class__ = self._class
-        vars(head).pop(
-            "forward", None
-        )  # It is the class's own forward, or a known one: check_head refuses others.
+        # It is the class's own forward, or a known one: check_head refuses others.
+        vars(head).pop("forward", None)
 
     @property
     def fused(self) -> int:

@@ -75,7 +75,7 @@ class TRLDeferralCallback(DeferralCallback, TrainerCallback):
 
 
 class Forward:
-    """Replace the forward of a model of TRL until `undo()`; only calls with `fused_lm_head` change."""
+    """Replace the forward of a TRL model until `undo()`; only calls with `fused_lm_head` change."""
 
     def __init__(self, model: Any, args: Any, workspace: int | None = None) -> None:
         model = getattr(model, "module", model)  # The model inside DistributedDataParallel.

@@ -186,7 +186,7 @@ def test_checkpointing_head_reentrant(what):
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of torch: the inner one
 @pytest.mark.parametrize("inner", ["layer and head", "head"])
 def test_checkpointing_reentrant_within_another(inner):
-    """What the inner one is given has no gradient while the outer one's forward runs."""
+    """The inner checkpoint's tensors need no gradient while the outer one's forward runs."""
     model, tokens, _ = make()
 
     def body(x):

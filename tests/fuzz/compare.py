@@ -43,10 +43,13 @@ def compare(
     rounding: float = 0.0,
     terms: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Raises a Finding for the first part whose shape, dtype or error is not as it should be. `rounding`:
-    of the magnitude, if something between is rounded to fewer digits than the results are (autocast).
-    `terms`: of a result whose terms are rounded to its dtype before they are added, their absolute values'
-    sum. Each errs by half a unit in its last place, and so may all to the same side."""
+    """Raise a Finding for the first part whose shape, dtype or error is not as it should be.
+
+    `rounding`: of the magnitude, if something between is rounded to fewer digits than the results
+    are (autocast). `terms`: for a result whose terms are rounded to its dtype before they are
+    added, the sum of their absolute values. Each term errs by half a unit in its last place, and
+    all may err to the same side.
+    """
     if found.keys() != references.exact.keys():
         raise Finding(f"results {list(found)}, not {list(references.exact)}")
     for name, got in found.items():

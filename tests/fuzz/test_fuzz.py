@@ -127,7 +127,7 @@ def test_gradient_that_cancels(monkeypatch, seed):
 
 
 def test_rounding_of_each_chunk(monkeypatch):
-    """Of rows that are each a chunk: 0.16 is the sum of -0.89, 0.04 and 1.01, which bfloat16 rounds.
+    """Each row is a chunk: 0.16 is the sum of -0.89, 0.04 and 1.01, which bfloat16 rounds.
     That is allowed, and nothing that is larger."""
     seed = 411_003_584
     outcome = run_case("chunked_loss", seed)

@@ -1,4 +1,4 @@
-"""Helpers for the tests of all losses: leaves, dense log-probabilities, and the budget for an error.
+"""Helpers for the tests of all losses: leaves, dense log-probabilities, budgets for errors.
 
 Shapes: B sequences, T tokens, D features, V classes.
 """
@@ -30,7 +30,7 @@ def language_leaves() -> Tensors:
 
 
 def completions() -> Tensor:
-    """Return targets [B, T] with prompts and padding of different lengths; in sequence 2 no token counts."""
+    """Return targets [B, T] with prompts and padding; in sequence 2 no token counts."""
     target_BT = torch.randint(V, (B, T))
     for row, (start, stop) in enumerate([(0, T), (0, 0), (2, 5), (3, T), (1, 8), (4, 5)]):
         target_BT[row, :start] = -100
@@ -68,7 +68,7 @@ def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def leaves_in(leaves: Tensors, dtype: torch.dtype) -> Tensors:
-    """Return the leaves in a dtype; the logit scale, a parameter of its own, stays in float32 or wider."""
+    """Return the leaves in a dtype; the logit scale stays in float32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     dtypes = {name: wide if name == "logit_scale" else dtype for name in leaves}
     return {name: leaf.detach().to(dtypes[name]).requires_grad_() for name, leaf in leaves.items()}

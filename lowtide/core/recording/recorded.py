@@ -64,7 +64,7 @@ class Recorded:
         self.function = function
         self.known: dict[Hashable, Recording | None] = {}
         self.calls: dict[Hashable, int] = {}
-        """How often each likeness came before it was recorded."""
+        """Counts the calls of each likeness until it is recorded."""
 
     def __call__(self, likeness: Hashable, *tensors: Tensor | None) -> Results:
         """Return function(*tensors), computed on the current device, which has the tensors.

@@ -94,7 +94,7 @@ class HeadCall:
         """The operation that changed real ones in place."""
         forwards: list[FrameType | None] = list(running_forwards()) or [None]
         self.forward = forwards[0]
-        """The frame of the innermost autograd.Function's forward in which they were made, if any."""
+        """The frame of the innermost autograd.Function's forward that made them, if any."""
         self.function: str | None = None
         """The innermost Function that gave them no gradient and whose results may need one."""
         self.left = self.forward

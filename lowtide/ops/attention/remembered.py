@@ -62,7 +62,7 @@ class Launched(NamedTuple):
     def run(self, *tensors: Tensor | None) -> Results | None:
         if torch.is_autocast_enabled(self.device) or in_transform(*tensors):
             return None
-        # A checkpoint asks that a call computed again saves the same tensors, be it the first or not.
+        # In a checkpoint, a call that is computed again must save the same tensors.
         if torch_private.top_saved_tensors_hooks(True) is not None:
             return None
         return self.call.run(*tensors)

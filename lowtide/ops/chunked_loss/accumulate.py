@@ -110,7 +110,7 @@ def backward_scale(
 
 
 def may_be_retained(value: Tensor) -> bool:
-    """Return False for a graph with code of torch.compile, whose backward may free what it reads."""
+    """Return False for a graph with compiled code, whose backward may free what it reads."""
     return all(type(node).__name__ != "CompiledFunctionBackward" for node in nodes(value))
 
 

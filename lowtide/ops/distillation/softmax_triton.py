@@ -20,7 +20,8 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import LOWEST, gradient_view, load_logits
 
-# Logits of each head in a tile. With a bias or a soft cap, half as many logits fit into the registers.
+# Logits of each head in a tile. With a bias or a soft cap, half as many logits fit into the
+# registers.
 BLOCK, BLOCK_WITH_OPTIONS, WARPS = 8192, 4096, 16
 
 
@@ -107,8 +108,8 @@ def _statistics_kernel(
 ):
     """Store the statistics of KL(own || other), or of Jensen-Shannon, where own is the student.
 
-    Without SUMS, the maxima, the sums and their ratio are read instead of computed, and the statistics of
-    Jensen-Shannon are computed from them.
+    Without SUMS, the maxima, the sums and their ratio are read instead of computed, and the
+    statistics of Jensen-Shannon are computed from them.
     """
     row = tl.program_id(0).to(tl.int64)
     own_ptr, other_ptr = own_CV_ptr + row * own_stride, other_CV_ptr + row * other_stride

@@ -1,7 +1,7 @@
 """List the providers by which `measure.rows` measures the time and memory of lowtide.chunked_loss.
 
-The first is the plain one, the dense cross-entropy of the case. Each of the others is one way to call
-the chunked loss, or an alternative to it.
+The first is the plain one, the dense cross-entropy of the case. Each of the others is one way to
+call the chunked loss, or an alternative to it.
 
 Legend: N tokens, D features, V classes.
 """
@@ -51,7 +51,7 @@ def _chunked(mode: Mode, chunk_size: int, input_ND: Tensor, weight_VD: Tensor, t
 
 
 def _by_hand(chunk_size: int, input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Tensor:
-    """Run the loop that users write by hand: each chunk is checkpointed, and recomputed in backward."""
+    """Run the loop that users write by hand: each chunk is checkpointed."""
 
     def one(x_CD: Tensor, target_C: Tensor) -> Tensor:
         return _sum(F.linear(x_CD, weight_VD), target_C)

@@ -1,4 +1,4 @@
-"""Report what a CPU's speed depends on: bfloat16 units, a compiler for them, and how threads wait."""
+"""Report a CPU's bfloat16 units, a compiler for them, and how its threads wait."""
 
 import os
 import shlex

@@ -147,7 +147,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def _on_device(self, func: Any, args: Any) -> list[Tensor] | None:
-        """Return results in the shapes of the device; hold the loss's workspace while they are made."""
+        """Return results in the device's shapes; hold the loss's workspace while they are made."""
         mode = next(each.fake_mode for each in tree_leaves(args) if isinstance(each, Tensor))
         with _disable_current_modes(), mode:
             call = moved_call(func, args, self._stand_in)

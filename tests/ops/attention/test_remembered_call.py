@@ -118,7 +118,7 @@ def test_like_call_has_the_same_bits(device, recordings, name):
 @pytest.mark.parametrize("bias", [None, (0, 1, 1, 1)])
 @pytest.mark.parametrize("mask", [None, CAUSAL])
 def test_first_call_computed_again_by_checkpoint(device, mask, bias):
-    """It saves what it saved the first time, though calls like it are known by then; and so later."""
+    """The second call saves what the first one did, though calls like it are known by then."""
     case = case_of(device, mask=mask, bias=bias)
     leaves = case.leaves()
     upstream = make_upstream(case)[0]

@@ -64,7 +64,7 @@ BIASES = [
 @pytest.mark.parametrize(("M", "N"), [(37, 37), (20, 61), (61, 20)])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(device, name, M, N, backend):
-    """With more queries than keys, some see no key: their results are 0, their gradients finite."""
+    """Queries that see no key, as where keys are fewer, have results of 0 and finite gradients."""
     run(make_case(M=M, N=N, mask=MASKS[name], device=device), backend)
 
 

@@ -151,7 +151,7 @@ def test_float16_gradients_no_overflow(device, largest, mode):
 @pytest.mark.parametrize("kind", ["linear", "norm"])
 @pytest.mark.parametrize("factor", [1e-2, 1e-3, 6e-5])
 def test_float16_gradients_behind_small_factor(device, kind, factor):
-    """Within the loss they are far larger than the head's output's; the factor's own sums them up."""
+    """Gradients within the loss are far larger than the output's; the factor's is their sum."""
     head, hidden, _ = make(kind, device=device, dtype=torch.float16, tokens=40)
     with torch.no_grad():
         head.scale.mul_(4) if kind == "norm" else head.weight.mul_(8)
@@ -174,7 +174,7 @@ def test_float16_gradients_behind_small_factor(device, kind, factor):
 
 
 def test_float16_sums_over_many_rows(device):
-    """16,384 rows of gradients near 2^3 are more than float16 holds; divided by their number they are not."""
+    """The sum of 16,384 gradients near 2^3 is more than float16 holds; their mean is not."""
     head, hidden, _ = make("norm", device=device, dtype=torch.float16, tokens=8192)
     labels = head(hidden).argmin(-1)
     rows = labels.numel()
@@ -196,7 +196,7 @@ def test_float16_sums_over_many_rows(device):
 
 
 class ScaledInPlace(torch.autograd.Function):
-    """Saves the gradient of a sum of squares, and multiplies it in place in backward, as fused losses do."""
+    """Save a sum of squares' gradient; multiply it in place in backward, as fused losses do."""
 
     @staticmethod
     def forward(ctx, x):

@@ -107,7 +107,7 @@ def relative(actual, exact):
 @pytest.mark.parametrize(("N", "D", "V", "chunks"), [(1, 32, 40, 1), (24, 32, 144, 3), (20, 33, 203, 3)])
 @pytest.mark.parametrize("ignored", [0, 0.25])
 def test_gradients(device, as_on_a_card, divergence, reduction, N, D, V, chunks, ignored):
-    """Of one chunk of logits, and of several; ignored rows may be NaN."""
+    """Gradients are exact from one chunk of logits and from several; ignored rows may be NaN."""
     torch.manual_seed(N + V)
     inputs = make_inputs(N, D, V, 16, device=device, dtype=BF16, bias=V > 200, ignored=ignored)
     if ignored:

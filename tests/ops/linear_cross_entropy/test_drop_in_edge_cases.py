@@ -43,7 +43,7 @@ def test_class_weights_of_zero(device, reduction):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("probabilities", [False, True])
 def test_one_class(device, probabilities, reduction):
-    """With one class and one row, a target of one number is class or probability, by dtype."""
+    """A target of one number is a class or a probability by its dtype: one class, one row."""
     for rows in (1, N):
         arguments = make_call(device=device, rows=rows, class_weight=True)
         arguments["linear_weight"] = arguments["linear_weight"][:1]

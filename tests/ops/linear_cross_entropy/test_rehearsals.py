@@ -1,4 +1,4 @@
-"""A first call compiles ahead exactly the kernels that it then launches, in every engine and both passes."""
+"""A first call compiles ahead exactly the kernels that it then launches, in every engine."""
 
 import json
 import os

@@ -61,7 +61,7 @@ def loss_of(x, w, target, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_first_call_computed_again_by_checkpoint(device, dtype):
-    """It saves what it saved the first time, though calls like it are known by then; and so later."""
+    """The second call saves what the first one did, though calls like it are known by then."""
     x, w, target = tensors(device, N=14, dtype=dtype)
     found = []
 

@@ -1,5 +1,7 @@
-"""The Gluon GEMM for class probabilities gives the same numbers as the Triton one, whichever tiles are cut
-off. test_soft_targets.py tests the Triton GEMM in the interpreter.
+"""The Gluon GEMM for class probabilities gives the same numbers as the Triton one.
+
+So it does whichever tiles are cut off. test_soft_targets.py tests the Triton GEMM in the
+interpreter.
 
 Shapes: C tokens, D features (R of a second term), V classes; T parts of a row.
 """
@@ -30,7 +32,7 @@ OPTIONS = {
 
 
 def made(C, D, V, R, *, bias=False, scale=False, smoothing=(1, 0), class_weight=False):
-    """Make RowCoefs, columns, and memory for distances; rows of y and of that memory are longer than V."""
+    """Make RowCoefs, columns, and memory for distances; its rows and those of y exceed V."""
     terms = []
     for features in (D, R) if R else (D,):
         x = torch.randn(C, features, device="cuda", dtype=torch.bfloat16)
@@ -80,7 +82,7 @@ def test_gluon_matches_triton(options, C, D, V):
 
 
 def test_gluon_supported(monkeypatch):
-    """Rows must not overlap and must begin at multiples of 16 bytes; memory is of 16 bits or None."""
+    """Rows do not overlap and begin at multiples of 16 bytes; memory is of 16 bits or None."""
     monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
     y_CV = torch.zeros(16, 64, dtype=torch.bfloat16)
     fits = engine.fits_pipeline

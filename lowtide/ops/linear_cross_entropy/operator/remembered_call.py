@@ -77,7 +77,7 @@ def signature(input: Any, linear_weight: Any, target: Any, *options: Any) -> Sig
         return None
     if not seen_by_nobody(tensors) or forward_ad._current_level >= 0:
         return None
-    # A checkpoint asks that a call computed again saves the same tensors, be it the first or not.
+    # In a checkpoint, a call that is computed again must save the same tensors.
     if torch_private.top_saved_tensors_hooks(True) is not None:
         return None
     device = input.device

@@ -17,9 +17,9 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, Coun
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 Term = tuple[Tensor, Tensor]
-# The Gluon pipeline runs GEMMs with few features, where the epilogue takes a large part of the time. A
-# GEMM must have so many multiplications that the pipeline's longer launch does not matter (decision
-# 0039).
+# The Gluon pipeline runs GEMMs with few features, where the epilogue takes a large part of the
+# time. A GEMM must have so many multiplications that the pipeline's longer launch does not matter
+# (decision 0039).
 PIPELINED_FEATURES, FEWEST = 1024, 1 << 37
 NO_TRANSFORM = LogitTransform()
 
@@ -77,10 +77,10 @@ class Exponentials:
     ) -> None:
         """Fill the given partial results, and store E if it has memory and is to be stored.
 
-        With `marks`, only marked row tiles are computed. Sums and grad_dot_logits are added to those
-        of earlier blocks of classes. Without `guarded`, an ignored row whose logits are not finite gets
-        NaN as its sum and has to be recomputed, and a row with an infinite logit gets a wrong place of
-        its maximum.
+        With `marks`, only marked row tiles are computed. Sums and grad_dot_logits are added to
+        those of earlier blocks of classes. Without `guarded`, an ignored row whose logits are not
+        finite gets NaN as its sum and has to be recomputed, and a row with an infinite logit gets a
+        wrong place of its maximum.
         """
         programs = tiles.multiprocessors(self.device)
         results = (sums, means, grad_dot_logits, maxima, places)
@@ -125,7 +125,7 @@ class Exponentials:
 
     @cached_property
     def _operand_tiles(self) -> tuple[Any, ...]:
-        """Return descriptors of both operands of each term, and None for those of an absent term."""
+        """Return descriptors of both operands of each term; None for an absent term's."""
         first, second = ((None, None) if term is None else tiles.described(term) for term in self.terms)
         return (*first, *second)
 

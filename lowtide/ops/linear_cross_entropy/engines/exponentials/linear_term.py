@@ -3,16 +3,16 @@
 exponentials/engine.py has the formulas.
 
 A chunk adds two terms to dW: the product of its exponentials and its scaled rows of X, and the rows
-of its targets. Its rows of dX are the product of its exponentials and the weight, plus the terms that
-`input_gradient` in row_kernels.py adds. Where rows are ignored, one kernel forms this product and
-these terms (input_gradient.py). The dW GEMM runs first, because its scaled rows of X lie in the
+of its targets. Its rows of dX are the product of its exponentials and the weight, plus the terms
+that `input_gradient` in row_kernels.py adds. Where rows are ignored, one kernel forms this product
+and these terms (input_gradient.py). The dW GEMM runs first, because its scaled rows of X lie in the
 memory where the rows of dX will be. In the last chunk dW is finished before dX, since to finish dW
 reads the scaled rows once more.
 
-Where ignored rows come last, a chunk's rows of X are first gathered into that memory, at the chunk's
-places. Its rows of dX belong elsewhere: the place of a row that counts is its own number or less. So
-chunks are taken from the last places to the first, and a chunk overwrites no row of a chunk taken
-before. The memory of ignored rows is cleared at the end.
+Where ignored rows come last, a chunk's rows of X are first gathered into that memory, at the
+chunk's places. Its rows of dX belong elsewhere: the place of a row that counts is its own number or
+less. So chunks are taken from the last places to the first, and a chunk overwrites no row of a
+chunk taken before. The memory of ignored rows is cleared at the end.
 
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -61,7 +61,8 @@ class LinearTerm:
         """
         self.operand, self.dx, self.sum, self.plan = operand, dx, sum, plan
         self.class_weight_V = class_weight_V
-        # The product for dX, summed over the blocks of classes so far; None if all blocks are stored.
+        # The product for dX, summed over the blocks of classes so far; None if all blocks are
+        # stored.
         self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
         lacks_room = dx is None or not plan.scales_in_gradient[place]
@@ -138,8 +139,8 @@ class LinearTerm:
         """Add the chunk to dW; the last chunk finishes it.
 
         The target rows are added right after the chunk's GEMM. For a frequent class of a trained
-        model, the two terms nearly cancel. The rounding of a sum of one of them alone would be larger
-        than their difference.
+        model, the two terms nearly cancel. The rounding of a sum of one of them alone would be
+        larger than their difference.
         """
         if self.smoothing_row_D is not None:
             self.smoothing_row_D += sum_of_products(row.smoothing_coef_N[None], x_CD)[0]
@@ -155,7 +156,7 @@ class LinearTerm:
 
     @property
     def reads_all_rows(self) -> bool:
-        """Return True if the GEMM of dW also reads rows that do not count, which then must be finite."""
+        """Return True if the GEMM of dW reads rows that do not count, which then must be finite."""
         return self.sum is not None and not self.sum.ends_early
 
     def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
@@ -184,7 +185,7 @@ class LinearTerm:
         target_weight_coef_N: Tensor,
         counted: CountedChunk,
     ) -> None:
-        """Compute the chunk's rows of dX, some at a time, in the memory of the scaled rows that dW has read.
+        """Compute the chunk's rows of dX in the memory of the scaled rows that dW has read.
 
         Where ignored rows come last, one kernel forms those that count.
         """
@@ -245,7 +246,7 @@ class LinearTerm:
         target_weight_coef_C: Tensor,
         factor: Tensor | None = None,
     ) -> None:
-        """Write rows of dX times a factor from their GEMM's result, whose memory may be that of dX."""
+        """Write rows of dX times a factor from a GEMM's result, which may lie in dX's memory."""
         row_kernels.input_gradient(
             product_CD,
             self.operand.weight_VD,

@@ -4,9 +4,9 @@ A rank with a row's target takes its logit as reference, as one process does. An
 largest logit of a few of its classes, so that no rank waits for the target's logit before its GEMM.
 excluded_part_stats.py merges the statistics of all ranks, and says what the merged ones mean.
 
-Each chunk takes all classes of this rank at a time. Statistics only scale the rows of dX, so its GEMM
-runs while they are gathered. dX is computed before dW, so that it is summed over the ranks while the
-GEMM of dW runs.
+Each chunk takes all classes of this rank at a time. Statistics only scale the rows of dX, so its
+GEMM runs while they are gathered. dX is computed before dW, so that it is summed over the ranks
+while the GEMM of dW runs.
 
 Shapes: N tokens, D features, V classes of this rank; C tokens of a chunk.
 """
@@ -50,7 +50,7 @@ class _Chunk:
 
     exp_CV: Tensor | None
     raw_C: Tensor
-    """The targets' products plus bias; arbitrary numbers in rows whose target is on another rank."""
+    """The targets' products plus bias; arbitrary where another rank has the target."""
     slope_C: Tensor | None
     raw_smooth_C: Tensor | None
     grad_dot_logit_C: Tensor | None
@@ -199,7 +199,7 @@ class ShardedExponentialsEngine(ExponentialsEngine):
         return raw_C, *self.target_logits(raw_C, row.target_N.clamp(min=0))
 
     def _sampled_maxima(self, tokens: list[Tensor]) -> Tensor:  # [C]
-        """Return the largest logit of a few classes, which are spread evenly over this rank's classes."""
+        """Return the largest logit of a few classes, spread evenly over this rank's classes."""
         sampled = slice(0, self.V, -(-self.V // SAMPLED_CLASSES))
         u_CB = self.buffer(tokens[0].shape[0], len(range(*sampled.indices(self.V))))
         for k, (operand, x_CD) in enumerate(zip(self.operands, tokens)):

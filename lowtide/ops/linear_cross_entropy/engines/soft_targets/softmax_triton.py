@@ -26,8 +26,8 @@ from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     smoothed,
 )
 
-# Classes per program, and its warps. A thread has so few classes that all its loads are in flight at
-# once, and that it needs 32 registers only, with which a multiprocessor has full occupancy.
+# Classes per program, and its warps. A thread has so few classes that all its loads are in flight
+# at once, and that it needs 32 registers only, with which a multiprocessor has full occupancy.
 BLOCK, WARPS = 2048, 8  # decision 0042
 # ORed with a whole number below 2^23, these bits give the float32 of that number plus WHOLE.
 WHOLE_BITS = tl.constexpr(0x4B000000)

@@ -74,8 +74,8 @@ class FloatSum:
 class InPlaceSum(FloatSum):
     """Accumulate a half-precision gradient, with half of the sum in the gradient's own memory.
 
-    That is the sum of the first half of the classes. The sum of the other classes is a tensor of its
-    own (decision 0026).
+    That is the sum of the first half of the classes. The sum of the other classes is a tensor of
+    its own (decision 0026).
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class InPlaceSum(FloatSum):
     def finish(self) -> None:
         """Turn the sum into the gradient, in its own memory."""
         sum_HD, H = self.inside_HD.mul_(self.applied), self.inside_HD.shape[0]
-        # Row i is read at byte 4 i D and written at byte 2 i D, so rows n to 2 n overwrite rows that
-        # have already been read. Only row 0 overlaps itself, so it is copied.
+        # Row i is read at byte 4 i D and written at byte 2 i D, so rows n to 2 n overwrite rows
+        # that have already been read. Only row 0 overlaps itself, so it is copied.
         self.gradient_VD[: min(H, 1)] = sum_HD[:1].clone()
         first = 1
         while first < H:

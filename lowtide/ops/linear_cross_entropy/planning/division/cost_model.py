@@ -2,10 +2,10 @@
 
 A GEMM is counted in waves. Each multiprocessor computes one tile of a result at a time, and the
 last wave takes as long as a full one. The exponentials kernel has one tile size. cuBLAS chooses the
-best of several, and may divide the inner dimension among multiprocessors. Three times are added: the
-start of each kernel, the epilogue of each tile of exponentials, and the part of a sum's traffic that
-does not overlap the GEMM. The constants are fitted to 1,144 kernels on an H200 (decision 0064). The
-prediction of one kernel has a standard deviation of 4 to 8 %.
+best of several, and may divide the inner dimension among multiprocessors. Three times are added:
+the start of each kernel, the epilogue of each tile of exponentials, and the part of a sum's traffic
+that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an H200 (decision
+0064). The prediction of one kernel has a standard deviation of 4 to 8 %.
 """
 
 import functools
@@ -17,12 +17,12 @@ TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
 OWN = (128, 256)  # tile of the exponentials and of a packed sum
 START = 9e-6  # seconds of a GEMM beside its tiles
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
-# Exponentials took UNALIGNED times as long with rows of features that do not begin at whole cache lines
-# (3000 features).
+# Exponentials took UNALIGNED times as long with rows of features that do not begin at whole cache
+# lines (3000 features).
 CACHE_LINE, UNALIGNED = 128, 1.2
-# Bytes per second of the sum that a GEMM reads and writes, in cuBLAS or on the Gluon pipeline; the same
-# in Triton, where this does not overlap the GEMM; and bytes per second of a kernel that does nothing
-# else.
+# Bytes per second of the sum that a GEMM reads and writes, in cuBLAS or on the Gluon pipeline; the
+# same in Triton, where this does not overlap the GEMM; and bytes per second of a kernel that does
+# nothing else.
 SUM_SPEED, TRITON_SPEED, SPEED = 6.5e12, 2.5e12, 3e12
 LAUNCH = 4e-6  # seconds of a small kernel, at least
 
@@ -34,7 +34,7 @@ def exponentials_seconds(rows: int, classes: int, features: int) -> float:
 
 
 def product_seconds(rows: int, columns: int, summed: int, bytes: int) -> float:
-    """Return the seconds of a GEMM with inner dimension `summed` that moves so many bytes of its sum."""
+    """Return the seconds of a GEMM with inner dimension `summed` and so many bytes of a sum."""
     return START + _fewest_waves(rows, columns) * summed * SECONDS + bytes / SUM_SPEED
 
 

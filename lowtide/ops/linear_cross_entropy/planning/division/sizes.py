@@ -112,7 +112,7 @@ def _classes(room: int, size: int, V: int) -> int:
 
 
 def even_rows(most: int, N: int, tile: int) -> int:
-    """Return the rows per chunk, at most `most`, for few chunks of about equal size, in whole tiles."""
+    """Return rows per chunk, at most `most`, for few chunks of about equal size in whole tiles."""
     most = max(1, most)
     if most >= N:
         return max(N, 1)
