@@ -27,7 +27,7 @@ FP16_ROOM = 10
 
 @dataclass(frozen=True, slots=True)
 class PendingGradient:
-    """Hold an unfinished gradient: an accumulator, rounded or not, its applied and other factor."""
+    """Hold an unfinished gradient, rounded or not, the factor applied and the one that remains."""
 
     tensor: Tensor
     """The memory, in the gradient's dtype or a wider one."""
@@ -105,7 +105,10 @@ def finish_gradients(
 
 
 def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """Return the power of two that brings the largest coefficient near 2^14, or None."""
+    """Return the power of two that brings the largest coefficient near 2^14.
+
+    None if no dtype is float16.
+    """
     if torch.float16 not in dtypes:
         return None
     largest = find_largest()
@@ -226,6 +229,6 @@ def scaled(
 
 
 def _has_gaps(tensor: Tensor) -> bool:
-    """Return True if the elements do not fill their memory; kernels without strides refuse it."""
+    """Return True if the elements leave gaps in their memory, which kernels without strides refuse."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return reach != tensor.numel()

@@ -75,7 +75,7 @@ def _loss(
     ignore_index: int,
     options: dict[str, Any],
 ) -> Any:
-    """Return the loss by the fused operator or by chunks; NotImplemented to take real logits."""
+    """Return the loss by the operator or by chunks; NotImplemented if real logits are needed."""
     if input.class_dim != min(input.dim() - 1, 1) or not isinstance(target, Tensor):
         return NotImplemented
     probabilities = target.is_floating_point()

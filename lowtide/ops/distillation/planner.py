@@ -155,7 +155,7 @@ def _memory(
 
 
 def _rows_in_gradient(heads: Heads) -> int:
-    """Return the rows of both heads' float32 logits that fit in a 16-bit gradient [V, D]."""
+    """Return the rows of both heads' float32 logits that fit in a bfloat16 gradient [V, D]."""
     V, D = heads.student_weight.shape
     return V * D // 2 // (2 * padded(V, ALIGNMENT)) if V else 0
 

@@ -121,7 +121,7 @@ def divided(case: Case, *, tokens: bool = False) -> Case:
 
 
 def own_inputs(case: Case, whole: Inputs) -> Inputs:
-    """Return the inputs with this rank's rows of the head alone, or its tokens and all the head."""
+    """Return the inputs with this rank's rows of the head, or its tokens and the whole head."""
     input_ND, weight_VD, target_N = whole
     if case.tokens_divided:
         own_ND = input_ND.detach()[case.own_tokens].clone()

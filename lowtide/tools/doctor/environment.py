@@ -62,7 +62,7 @@ def _float32_products() -> str:
 
 
 def _sdpa() -> str:
-    """Return the names of torch's attention kernels that are switched on, for any call."""
+    """Return the names of torch's attention kernels that are switched on."""
     cuda = torch.backends.cuda
     switches = {
         "cudnn": cuda.cudnn_sdp_enabled,

@@ -102,7 +102,7 @@ class AttentionBias:
             raise ArgumentError(f"attn_bias is made for {queries} queries and {keys} keys, got {M} and {N}")
 
     def blocks(self, device: torch.device) -> "tuple[Tensor, Tensor] | None":
-        """Return where sequences start among queries and among keys; None for a mask without."""
+        """Return where sequences start among queries and among keys; None without sequences."""
         return None
 
     def __repr__(self) -> str:

@@ -61,7 +61,7 @@ class RecordedCall:
             return self.forward(self._pieces(), *given)
 
     def gradients(self, *saved: Tensor | None) -> Any:
-        """Return the gradients of what was given, from both upstream gradients and the saved."""
+        """Return the gradients of the given tensors, from upstream gradients and saved tensors."""
         assert saved[2] is not None
         if not (is_aligned(saved) and seen_by_nobody(saved)):
             return self._backward(*saved, by_operator=True)

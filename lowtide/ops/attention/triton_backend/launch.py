@@ -215,7 +215,7 @@ def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
 
 
 def strides_of(tensor: Tensor | None) -> Strides:
-    """Return the strides that a kernel takes: of pieces with the first one last; of None zeros."""
+    """Return a kernel's strides: those of pieces have the first one last; None has zeros."""
     if tensor is None:
         return 0, 0, 0, 0
     strides = tensor.stride()

@@ -171,7 +171,7 @@ def _row_terms(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Te
 
 
 def _confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
-    """Replace row_terms in float32 where rows are confident, in the arithmetic of a scores' kernel.
+    """Replace row_terms in float32 where rows are confident, as a kernel of scores computes them.
 
     `call` has its operands as that kernel reads them. Two pieces, for TF32, err by more than delta.
     """

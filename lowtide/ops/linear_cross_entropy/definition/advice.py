@@ -92,7 +92,10 @@ def for_target(input: Tensor, linear_weight: Tensor, target: Tensor, expected: S
 
 
 def _same_order(given: Sequence[int], expected: Sequence[int]) -> bool:
-    """Return True if a reshape keeps rows in order: where sizes differ, but by 1, one is flat."""
+    """Return True if a reshape keeps rows in order.
+
+    Of the sizes that differ, apart from sizes of 1, one side is flat.
+    """
     one, other = ([n for n in shape if n != 1] for shape in (given, expected))
     while one and other and one[-1] == other[-1]:
         one.pop(), other.pop()
