@@ -229,6 +229,6 @@ def scaled(
 
 
 def _has_gaps(tensor: Tensor) -> bool:
-    """Return True if the elements leave gaps in their memory, which kernels without strides refuse."""
+    """Return True if the elements leave gaps in memory, which kernels without strides refuse."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return reach != tensor.numel()

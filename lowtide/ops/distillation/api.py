@@ -133,9 +133,12 @@ def forward_kl(
         0.
 
     Memory:
-        O(workspace), never N V: a chunk of rows at a time. For mean and sum, forward forms the
-        gradients (four products) and holds them until backward. For none, backward computes the
-        logits again (six products). Without gradients only the loss is computed (two products).
+        O(workspace): a chunk of rows at a time. On CUDA, a workspace that has room for the bfloat16
+        gradient of all of the student's logits holds it, so that the weight's gradient is one
+        product; by default only where the dense computation would hold as much. For mean and sum,
+        forward forms the gradients (four products) and holds them until backward. For none,
+        backward computes the logits again (six products). Without gradients only the loss is
+        computed (two products).
         On CUDA, one Triton kernel takes the statistics of both heads' logits and one the gradient.
         Without Triton, and in float64, the pass is plain torch.
         With ``retain_graph=True``, and under torch.compile, the gradients exist twice in backward.
