@@ -219,14 +219,13 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     r"""Compute torch's attention function in O(M) memory for every call.
 
-    That is :func:`torch.nn.functional.scaled_dot_product_attention`.
-
     Example::
 
         out = lowtide.scaled_dot_product_attention(q, k, v, relative_bias, is_causal=True)
 
-    It replaces torch's function wherever that is called with plain tensors. It also supports what
-    torch's fast kernels reject, and does not hold all scores for it.
+    It replaces :func:`torch.nn.functional.scaled_dot_product_attention` wherever that is called
+    with plain tensors. It also supports what torch's fast kernels reject, and does not hold all
+    scores for it.
 
     Shapes: query [..., H, M, K], key [..., G, N, K], value [..., G, N, E], result [..., H, M, E];
     leading dimensions broadcast. With `enable_gqa`, G may be any number that divides H.
