@@ -132,6 +132,14 @@ def assert_within_a_tenth(directory, *lengths):
     assert max(map(abs, errors)) < 10, done.output
 
 
+def test_transformers_missing(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    line = refused(tmp_path)
+    assert f"{tmp_path / 'config.json'} needs transformers (import of transformers halted" in line
+    assert line.endswith("install it with: pip install '.[hf]' in lowtide's clone")
+
+
 def test_config_unreadable(tmp_path):
     path = tmp_path / "config.json"
     assert f"{tmp_path / 'none'}: no such file" in refused(tmp_path / "none")

@@ -229,6 +229,20 @@ def test_a_rehearsal_may_go_further(record):
     assert launches_of(record, "launch") == ["now", "later"]
 
 
+def test_a_rehearsal_of_many_steps_ends(record, monkeypatch):
+    """A call in a small workspace repeats its kernels thousands of times."""
+    monkeypatch.setattr(compile_ahead, "MOST_STEPS", 7)
+    often, late = Kernel("often", record), Kernel("late", record)
+    function = call(*[often] * 9, late)
+    assert [each.kernel for each in compile_ahead.rehearse(function, X)] == [often] * 7
+    assert not compile_ahead.in_rehearsal()
+    with pytest.raises(compile_ahead.TooManySteps):
+        compile_ahead.rehearse_steps(function, [placeholder_of(X)])
+    compile_ahead.compile_side_by_side(function, X)
+    assert launches_of(record, "compile") == ["often"]
+    assert launches_of(record, "launch") == ["often"] * 9 + ["late"]
+
+
 def test_nothing_is_compiled_ahead_in_a_captured_graph(record, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     kernel = Kernel("kernel", record)

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from lowtide.core.compile_ahead import launches
 from lowtide.core.recording import recorded
 from lowtide.core.recording.recorded import Recorded, record
 from lowtide.core.recording.steps import Allocation, Question
@@ -103,6 +104,15 @@ def test_numbers_that_are_read_are_not_recorded():
     for given, expected in ((X, X * 2), (-X, -X)):
         assert torch.equal(function(None, given)[0], expected)
     assert function.known == {None: None}
+
+
+def test_a_call_of_many_steps_is_not_recorded():
+    def doubled_often(x):
+        for _ in range(launches.MOST_STEPS + 1):
+            x = x * 2
+        return [x]
+
+    assert record(doubled_often, (X,)) is None
 
 
 @pytest.mark.usefixtures("at_once")

@@ -4,8 +4,9 @@
 first: the same function runs on tensors without memory, and its launches are only noted. Threads
 compile what was noted, and each launch waits for its own kernel.
 
-A rehearsal launches nothing, allocates nothing on the device, and reads no number. What cannot be
-rehearsed, or compiled in a thread, is compiled at its launch, which says why if it fails.
+A rehearsal launches nothing, allocates nothing on the device, and reads no number. It ends after
+MOST_STEPS. What cannot be rehearsed, or compiled in a thread, is compiled at its launch, which says
+why if it fails.
 """
 
 import contextlib
@@ -31,6 +32,9 @@ from lowtide.core.compile_ahead.placeholders import (
 Result = TypeVar("Result")
 
 MOST_THREADS = 16
+# Steps of a rehearsal, each of which takes the host 0.1 to 0.25 ms. A call in a small workspace
+# repeats a few kernels for each chunk of tokens or classes; those of its first chunks are all.
+MOST_STEPS = 4096
 
 
 class Launch(NamedTuple):
@@ -123,9 +127,27 @@ def note(launch: Launch) -> bool:
     return noted is not None
 
 
+class TooManySteps(Exception):
+    """Report a rehearsal that was ended, with its steps until then."""
+
+    def __init__(self, steps: list[Launch | Operation]) -> None:
+        super().__init__(f"a rehearsal of more than {MOST_STEPS} steps")
+        self.steps = steps
+
+
+class _Steps(list[Any]):
+    def append(self, step: Any) -> None:
+        if len(self) == MOST_STEPS:
+            raise TooManySteps(self)
+        super().append(step)
+
+
 def rehearse(function: Callable[..., Any], *arguments: Any) -> list[Launch]:
-    """Return what function(*arguments) launches."""
-    steps, _ = rehearse_steps(function, map_tensors(placeholder_of, arguments))
+    """Return what function(*arguments) launches, within its first MOST_STEPS steps."""
+    try:
+        steps, _ = rehearse_steps(function, map_tensors(placeholder_of, arguments))
+    except TooManySteps as ended:
+        steps = ended.steps
     return [each for each in steps if isinstance(each, Launch)]
 
 
@@ -134,9 +156,9 @@ def rehearse_steps(
 ) -> tuple[list[Launch | Operation], Result]:
     """Return what function(*arguments) launches and asks of torch, in order, and what it returns.
 
-    Its tensors are placeholders.
+    Its tensors are placeholders. A longer call than MOST_STEPS raises TooManySteps.
     """
-    steps: list[Launch | Operation] = []
+    steps: list[Launch | Operation] = _Steps()
     token = _noted.set(steps)
     try:
         with WithoutMemory(steps.append):

@@ -92,7 +92,7 @@ def _from_file(setting: Setting) -> Model:
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     except ModuleNotFoundError as missing:
         raise UserError(
-            f"{path} needs {missing.name}; install it with: pip install '.[hf]' in lowtide's clone"
+            f"{path} needs transformers ({missing}); install it with: pip install '.[hf]' in lowtide's clone"
         ) from missing
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
