@@ -29,6 +29,7 @@ OPERATIONS = {
     "masks": lambda: ((X > 0.5) & (X < 1), ~FLAGS, X == 0, FLAGS | FLAGS, X.masked_fill(FLAGS[:, None], 0)),
     "several results": lambda: (*torch.frexp(X), *X.max(1), *PLACES.sort(stable=True), *X.topk(3)),
     "of vectors": lambda: (FLAGS.all(), FLAGS.any(), torch.stack([PLACES, PLACES]), torch.cat([Y, Y])),
+    "flattened": lambda: (X.t().flatten(), X[:, ::2].reshape(6, 2), X.flatten()),
     "sums": lambda: (X.sum(0), X.amax(), Y.sum(0, dtype=torch.float32), X.amin(1), X.sum()),
     "products": lambda: (X @ X.t(), torch.mm(X, torch.empty(6, 3)), X.t().matmul(X)),
     "in place": lambda: (X.clone().mul_(2), torch.mm(X, X.t(), out=X.new_empty(4, 4)), X.clone().add_(1)),

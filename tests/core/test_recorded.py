@@ -21,6 +21,7 @@ def at_once(monkeypatch):
 
 
 X, Y = torch.rand(4, 6), torch.rand(6, 4).t()
+PLAIN = (None, None)  # of no likeness but None, and of tensors that begin where most do
 
 
 def in_place(x, y):
@@ -50,7 +51,13 @@ def several_results(x, y):
     return [largest + place, torch.ldexp(significand, exponent), x.t().matmul(y)]
 
 
-FUNCTIONS = [in_place, returned_as_view, of_other_dtype, several_results]
+def with_gaps(x, y):
+    """A copy that torch looks at in another shape, and an operation that returns no tensor."""
+    dtype = torch.promote_types(x.dtype, torch.float64)
+    return [y.flatten() + 1, x[:, ::2].reshape(2, 6).to(dtype)]
+
+
+FUNCTIONS = [in_place, returned_as_view, of_other_dtype, several_results, with_gaps]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -103,7 +110,7 @@ def test_numbers_that_are_read_are_not_recorded():
     function = Recorded(lambda x: [x * 2 if x.sum() > 0 else x])
     for given, expected in ((X, X * 2), (-X, -X)):
         assert torch.equal(function(None, given)[0], expected)
-    assert function.known == {None: None}
+    assert function.known == {PLAIN: None}
 
 
 def test_a_call_of_many_steps_is_not_recorded():
@@ -121,7 +128,18 @@ def test_each_likeness_has_a_recording(monkeypatch):
     function = Recorded(lambda x: [x.new_ones(x.shape) + x])
     for rows in (1, 2, 3):
         assert torch.equal(function(rows, X[:rows])[0], X[:rows] + 1)
-    assert list(function.known) == [3]
+    assert list(function.known) == [(3, None)]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_where_a_tensor_begins_tells_calls_apart():
+    """Four bytes on, a kernel reads its numbers otherwise; 32 bytes on, it does not."""
+    memory = torch.rand(64)
+    function = Recorded(lambda x, y: [x + 1, None])
+    for first in (0, 8, 1, 9, 3):
+        x = memory[first : first + 8]
+        assert torch.equal(function(None, x, None)[0], x + 1)
+    assert list(function.known) == [PLAIN, (None, (4, 0)), (None, (12, 0))]
 
 
 def test_what_comes_often_is_recorded(monkeypatch):
@@ -152,9 +170,9 @@ def test_what_comes_often_is_recorded(monkeypatch):
 def test_another_layout_than_rehearsed_is_computed_anew():
     function = Recorded(lambda x: [(x + 1).sum(0)])
     expected = function(None, X)[0]
-    recording = function.known[None]
+    recording = function.known[PLAIN]
     question = next(step for step, _ in recording.steps if isinstance(step, Question))
     (part,) = question.results
     question.results = (part._replace(layout=part.layout._replace(strides=(1, 4))),)
     assert torch.equal(function(None, X)[0], expected)
-    assert function.known == {None: None}
+    assert function.known == {PLAIN: None}

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ALIGNMENT = 16  # bytes, of a pointer that Triton reads in vectors
+# In bytes. Triton compiles a kernel for pointers that are multiples of the first. The second is the
+# widest vector that a kernel chooses to read, 8 numbers of float32.
+ALIGNMENT, WIDEST = 16, 32
 
 
 class Placeholder(Tensor):
@@ -35,17 +37,17 @@ class Placeholder(Tensor):
         raise NotImplementedError(f"{func} of a tensor without memory, outside a rehearsal")
 
     def data_ptr(self) -> int:
-        """Return an address of no memory, as far from a multiple of 16 as the tensor's own is.
+        """Return an address of no memory, as far from a multiple of WIDEST as the tensor's own is.
 
         Views of one tensor have addresses in one block, as they would.
         """
         block = self.meta.untyped_storage()._cdata
-        return int(block * ALIGNMENT + self.meta.data_ptr())
+        return int(block * WIDEST + self.meta.data_ptr())
 
 
 def placeholder_of(tensor: Tensor) -> Placeholder:
     """Return a placeholder of a tensor with memory."""
-    offset = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
+    offset = tensor.data_ptr() % WIDEST // tensor.element_size()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     memory = torch.empty(offset + max(0, reach) + 1, dtype=tensor.dtype, device="meta")
     return Placeholder(memory.as_strided(tensor.shape, tensor.stride(), offset), tensor.device)
@@ -98,6 +100,8 @@ class WithoutMemory(TorchDispatchMode):
 
 # Their results have sizes that no argument has. Their arguments are vectors, or a few rows.
 OF_OTHER_SIZES = {torch.ops.aten.arange, torch.ops.aten.cat, torch.ops.aten.stack}
+# It returns a view, and its schema does not say so.
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 # Sizes in place of real ones: unlike each other, and unlike numbers that an operation may add.
 SIZES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 
@@ -112,7 +116,7 @@ def _results_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """
     tensors = _tensors_in((args, kwargs))
     other_sizes = func.overloadpacket in OF_OTHER_SIZES
-    is_view = any(each.alias_info is not None for each in func._schema.arguments)
+    is_view = func is UNSAFE_VIEW or any(each.alias_info is not None for each in func._schema.arguments)
     is_new = not tensors or func._schema.name.startswith("aten::new_")
     if (is_view or is_new) and not other_sizes:
         return _run(func, args, kwargs, "meta", _meta_of)

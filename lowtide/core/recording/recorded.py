@@ -22,7 +22,13 @@ from triton.runtime.jit import JITFunction
 
 from lowtide.core import torch_private
 from lowtide.core.compile_ahead.launches import Launch, rehearse_steps
-from lowtide.core.compile_ahead.placeholders import Operation, Placeholder, placeholder_of
+from lowtide.core.compile_ahead.placeholders import (
+    UNSAFE_VIEW,
+    WIDEST,
+    Operation,
+    Placeholder,
+    placeholder_of,
+)
 from lowtide.core.kernels.launch import watched
 from lowtide.core.recording.steps import (
     Allocation,
@@ -36,9 +42,6 @@ from lowtide.core.recording.steps import (
     layout_of,
 )
 
-# A tensor begins at a multiple of so many bytes where a recording is run: the widest vector that a
-# kernel may read, 8 numbers of float32.
-ALIGNED = 32
 # Recordings of a function. With more it begins again.
 MOST = 64
 # The call of its kind that is recorded. A recording takes the host as long as 40 to 70 calls save,
@@ -69,9 +72,10 @@ class Recorded:
     def __call__(self, likeness: Hashable, *tensors: Tensor | None) -> Results:
         """Return function(*tensors), computed on the current device, which has the tensors.
 
-        `likeness` tells calls apart that differ in what the function depends on. The tensors begin
-        where `is_aligned` asks for. torch has `torch_private.below_autograd`.
+        `likeness` tells calls apart that differ in what the function depends on, but for where
+        tensors begin. torch has `torch_private.below_autograd`.
         """
+        likeness = likeness, _alignment(tensors)
         if likeness not in self.known and self._comes_often(likeness):
             if len(self.known) >= MOST:
                 self.known.clear()
@@ -96,13 +100,15 @@ class Recorded:
         return True
 
 
-def is_aligned(tensors: Sequence[Tensor | None]) -> bool:
-    """Return True if a recording may be run with these tensors."""
+def _alignment(tensors: Sequence[Tensor | None]) -> Hashable:
+    """Return where tensors begin, as far as launches depend on it; None if it is where most do."""
     begins = 0
     for each in tensors:
         if each is not None:
             begins |= each.data_ptr()
-    return begins % ALIGNED == 0
+    if begins % WIDEST == 0:
+        return None
+    return tuple([0 if each is None else each.data_ptr() % WIDEST for each in tensors])
 
 
 class Recording(NamedTuple):
@@ -241,8 +247,11 @@ class _Recorder:
 
 def _new_tensors(note: Launch | Operation) -> Iterator[Tensor]:
     """Yield what an operation returns in memory of its own."""
-    if isinstance(note, Operation) and not any(each.alias_info for each in note.function._schema.returns):
-        yield from (note.results,) if isinstance(note.results, Tensor) else note.results
+    if isinstance(note, Launch) or note.function is UNSAFE_VIEW:
+        return
+    if not any(each.alias_info for each in note.function._schema.returns):
+        results = note.results if isinstance(note.results, (list, tuple)) else (note.results,)
+        yield from (each for each in results if isinstance(each, Tensor))  # not a dtype, as a number
 
 
 def _writes(note: Operation) -> bool:

@@ -231,33 +231,34 @@ def linear_cross_entropy(
     Source: pytorch issue 124480; the chunk loop is that of
     github.com/mgmalek/efficient_cross_entropy.
     """
-    others = {
+    tensors = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "target": target,
         "linear_bias": linear_bias,
         "weight": weight,
         "logit_scale": logit_scale,
         "row_weight": row_weight,
     }
-    place = group, first_class, num_classes, segments
-    known = None
-    if not tokens_sharded and all(each is None for each in (*others.values(), normalizer, *place)):
+    operands, known = remembered_call.Tensors(**tensors, normalizer=normalizer), None
+    if group is first_class is num_classes is segments is None and not tokens_sharded:
         call_options = reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, backend
-        known = remembered_call.signature(input, linear_weight, target, *call_options)
-        remembered = None if known is None else remembered_call.run(known, input, linear_weight, target)
+        known = remembered_call.signature(operands, *call_options)
+        remembered = None if known is None else remembered_call.run(known, operands)
         if remembered is not None:
-            return remembered
+            return remembered[0]
     options: dict[str, Any] = {
         "reduction": reduction,
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "softcap": softcap,
         "z_loss": z_loss,
-        "normalizer": normalizer,
         "workspace": workspace,
         "backend": backend,
     }
     call, loss = sharding.run_sharded(
-        partial(_loss, **options),
-        {"input": input, "linear_weight": linear_weight, "target": target, **others},
+        partial(_loss, normalizer=normalizer, **options),
+        tensors,
         group=group,
         first_class=first_class,
         num_classes=num_classes,
@@ -265,7 +266,7 @@ def linear_cross_entropy(
         segments=segments,
     )
     if known is not None:
-        remembered_call.remember(known, input, linear_weight, target, **options)
+        remembered_call.remember(known, operands, **options)
     return call.returned(loss, by_row=reduction == "none")
 
 
@@ -360,12 +361,18 @@ def linear_log_probs(
         "weight": None,
         "logit_scale": logit_scale,
     }
+    operands, known = remembered_call.Tensors(**tensors), None
     options: dict[str, Any] = {
         "softcap": softcap,
         "ignore_index": ignore_index,
         "workspace": workspace,
         "backend": backend,
     }
+    if group is first_class is num_classes is segments is None and not tokens_sharded:
+        known = remembered_call.signature(operands, "log_probs", *options.values())
+        remembered = None if known is None else remembered_call.run(known, operands)
+        if remembered is not None:
+            return LogProbs(*remembered)
     call, found = sharding.run_sharded(
         partial(_log_probs, **options),
         tensors,
@@ -375,6 +382,8 @@ def linear_log_probs(
         tokens_sharded=tokens_sharded,
         segments=segments,
     )
+    if known is not None:
+        remembered_call.remember(known, operands, log_probs=True, reduction="none", **options)
     return LogProbs(*(call.returned(each, by_row=True) for each in found))
 
 

@@ -3,6 +3,8 @@
 Shapes: N tokens, D features, V classes.
 """
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
@@ -16,52 +18,203 @@ recorded = pytest.importorskip("lowtide.core.recording.recorded")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 BF16 = torch.bfloat16
+SIZES = 12, 16, 40
+EXTRAS = ("linear_bias", "weight", "logit_scale", "row_weight", "normalizer")
+
+
+class Case(NamedTuple):
+    """A call: its sizes N, D and V, dtype and options, and which of the optional tensors it has."""
+
+    sizes: tuple[int, int, int] = SIZES
+    dtype: torch.dtype = torch.float32
+    frozen: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+    log_probs: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def tensors(self, device):
+        N, D, V = self.sizes
+        made = {"input": torch.randn(N, D), "linear_weight": torch.randn(V, D)}
+        extras = {
+            "linear_bias": torch.randn(V),
+            "weight": torch.rand(V),
+            "logit_scale": torch.tensor(0.8),
+            "row_weight": torch.rand(N),
+            "normalizer": torch.tensor(7.0),
+        }
+        made |= {name: extras[name] for name in self.extras}
+        half = ("input", "linear_weight", "linear_bias")
+        trained = {*half, "logit_scale"} - {*self.frozen}
+        for name, each in made.items():
+            made[name] = each.to(device, self.dtype if name in half else None).requires_grad_(name in trained)
+        target = torch.randint(V, (N,)).to(device)
+        target[3] = -100
+        return made | {"target": target}
+
+
 CASES = {
-    "float32": ((12, 16, 40), {}, {}),
-    "frozen weight": ((12, 16, 40), {"frozen": 1}, {}),
-    "frozen input": ((12, 16, 40), {"frozen": 0}, {}),
-    "sum": ((12, 16, 40), {}, {"reduction": "sum"}),
-    "half precision": ((12, 16, 40), {"dtype": BF16}, {}),
-    "float16": ((12, 16, 40), {"dtype": torch.float16}, {}),
-    "many options": ((12, 16, 40), {}, {"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1}),
-    "several chunks": ((80, 16, 512), {}, {"workspace": 130_000}),
+    "float32": Case(),
+    "frozen weight": Case(frozen=("linear_weight",)),
+    "frozen input": Case(frozen=("input",)),
+    "sum": Case(options={"reduction": "sum"}),
+    "half precision": Case(dtype=BF16),
+    "float16": Case(dtype=torch.float16),
+    "many options": Case(options={"label_smoothing": 0.1, "softcap": 3.0, "z_loss": 0.1}),
+    "several chunks": Case((80, 16, 512), options={"workspace": 130_000}),
+    "all tensors": Case(extras=EXTRAS),
+    "all tensors in float16": Case(dtype=torch.float16, extras=EXTRAS),
+    "none": Case(options={"reduction": "none"}),
+    "none, half precision": Case(dtype=BF16, options={"reduction": "none"}),
+    "none, all tensors": Case(extras=EXTRAS[:-1], options={"reduction": "none", "z_loss": 0.1}),
+    "none, several chunks": Case((80, 16, 512), options={"reduction": "none", "workspace": 130_000}),
+    "none, frozen input": Case(frozen=("input",), options={"reduction": "none"}),
+    "log-probabilities": Case(log_probs=True),
+    "log-probabilities, float16": Case(dtype=torch.float16, log_probs=True),
+    "log-probabilities, soft cap": Case(
+        dtype=BF16, log_probs=True, extras=("linear_bias", "logit_scale"), options={"softcap": 3.0}
+    ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_same_bits(device, monkeypatch, name):
+def results_of(tensors, options, *, log_probs=False):
+    """The results that have a gradient, and argmax."""
+    if log_probs:
+        return lowtide.linear_log_probs(**tensors, backend="triton", **options)
+    return (lowtide.linear_cross_entropy(**tensors, backend="triton", **options),)
+
+
+@pytest.fixture
+def runs(device, monkeypatch):
+    """The recordings that ran; a call is recorded the first time that it goes straight."""
     if device == "cpu" and not interpreted():
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(recorded, "RECORDED_CALL", 1)
     # It reads a target on the CPU, which a rehearsal cannot.
     monkeypatch.setattr(row_loss_triton, "check_classes", lambda *_: None)
-    (N, D, V), options, given = CASES[name]
-    leaves = [torch.randn(rows, D).to(device, options.get("dtype", torch.float32)) for rows in (N, V)]
-    target = torch.randint(V, (N,)).to(device)
-    target[3] = -100
-    for place, each in enumerate(leaves):
-        each.requires_grad_(place != options.get("frozen"))
-    trained = [each for each in leaves if each.requires_grad]
-    runs, run = [], recorded.Recording.run
-    plans, make_plan = [], remembered_call.make_plan
+    found, run = [], recorded.Recording.run
 
     def counted(self, tensors):
-        runs.append(self)
+        found.append(self)
         return run(self, tensors)
+
+    monkeypatch.setattr(recorded.Recording, "run", counted)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits(device, monkeypatch, runs, name):
+    case = CASES[name]
+    by_row = case.log_probs or case.options.get("reduction") == "none"
+    tensors = case.tensors(device)
+    trained = [each for each in tensors.values() if each.requires_grad]
+    plans, make_plan = [], remembered_call.make_plan
 
     def planned(*call):
         plans.append(make_plan(*call))
         return plans[-1]
 
-    monkeypatch.setattr(recorded.Recording, "run", counted)
     monkeypatch.setattr(remembered_call, "make_plan", planned)
+    found, N = [], case.sizes[0]
+    upstream = [torch.randn(N if by_row else (), device=device) for _ in range(3 if case.log_probs else 1)]
+    for _ in range(3):
+        results = results_of(tensors, case.options, log_probs=case.log_probs)
+        gradients = torch.autograd.grad(results[: len(upstream)], trained, upstream)
+        found.append([*(each.detach() for each in results), *gradients])
+    assert len(runs) == (4 if by_row else 2)
+    (plan,) = plans
+    assert (plan.rows < N) == ("several chunks" in name)
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+        assert [each.stride() for each in results] == [each.stride() for each in found[0]]
+
+
+def shifted(upstream):
+    """The same numbers, one element later in memory."""
+    return torch.cat([upstream.new_zeros(1), upstream])[1:]
+
+
+UPSTREAM = {
+    "expanded": lambda x: x[:1].expand_as(x),
+    "with gaps": lambda x: x.repeat_interleave(2)[::2],
+    "shifted": shifted,
+    "a view": lambda x: x.view(3, 4).t().reshape(12),
+}
+
+
+@pytest.mark.parametrize("layout", UPSTREAM)
+@pytest.mark.parametrize("log_probs", [False, True], ids=["none", "log-probabilities"])
+def test_upstream_gradients_of_any_layout(device, runs, log_probs, layout):
+    options = {} if log_probs else {"reduction": "none"}
+    tensors = Case().tensors(device)
+    trained = [tensors["input"], tensors["linear_weight"]]
+    plain = torch.randn(SIZES[0], device=device)
+    other = UPSTREAM[layout](plain)
+    found = []
+    for upstream in (other, plain, other, other.contiguous()):
+        result = results_of(tensors, options, log_probs=log_probs)[0]
+        found.append(torch.autograd.grad(result, trained, upstream))
+    assert len(runs) == 6
+    for first, second, last in zip(found[0], found[2], found[3]):
+        assert torch.equal(first, second)
+        assert torch.equal(second, last)
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
+def test_results_that_have_a_gradient(device, runs, used):
+    """What a backward computes depends on which results of log-probabilities are used."""
+    tensors = Case().tensors(device)
+    trained = [tensors["input"], tensors["linear_weight"]]
     found = []
     for _ in range(3):
-        loss = lowtide.linear_cross_entropy(*leaves, target, backend="triton", **given)
-        found.append((loss.detach(), *torch.autograd.grad(loss, trained)))
+        results = results_of(tensors, {}, log_probs=True)
+        assert [each.requires_grad for each in results] == [True, True, True, False]
+        found.append(torch.autograd.grad(sum((2 + each) * results[each].sum() for each in used), trained))
+    assert len(runs) == 4
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["float32", "none", "log-probabilities"])
+def test_without_gradients(device, runs, mode, name):
+    case = CASES[name]
+    tensors = case.tensors(device)
+    with mode():
+        found = [results_of(tensors, case.options, log_probs=case.log_probs) for _ in range(3)]
     assert len(runs) == 2
-    (plan,) = plans
-    assert (plan.rows < N) == (name == "several chunks")
+    for results in found:
+        assert not any(each.requires_grad for each in results)
+        assert all(map(torch.equal, results, found[0]))
+
+
+@pytest.mark.parametrize("name", ["none", "log-probabilities"])
+def test_retained_graph_runs_again(device, runs, name):
+    case = CASES[name]
+    tensors = case.tensors(device)
+    trained = [tensors["input"], tensors["linear_weight"]]
+    for _ in range(2):
+        result = results_of(tensors, case.options, log_probs=case.log_probs)[0].sum()
+    first = torch.autograd.grad(result, trained, retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(result, trained), first))
+    assert len(runs) == 3
+
+
+@pytest.mark.parametrize("name", ["none", "log-probabilities"])
+def test_parts_of_longer_sequences(device, runs, name):
+    """The usual shift of a language model: operands with gaps, targets that begin at any place."""
+    case = CASES[name]
+    N, D, V = SIZES
+    hidden, weight = torch.randn(3, N // 3 + 1, D, device=device), torch.randn(V, D, device=device)
+    tokens = torch.randint(V, (3, N // 3 + 1), device=device)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    found = []
+    for _ in range(3):
+        tensors = {"input": hidden[:, :-1], "linear_weight": weight, "target": tokens[:, 1:]}
+        results = results_of(tensors, case.options, log_probs=case.log_probs)
+        assert all(each.shape == (3, N // 3) for each in results)
+        gradients = torch.autograd.grad(results[0].sum(), leaves)
+        found.append([*(each.detach() for each in results), *gradients])
+    assert len(runs) == 4
     for results in found[1:]:
         assert all(map(torch.equal, results, found[0]))
 

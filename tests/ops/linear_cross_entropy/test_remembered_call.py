@@ -186,9 +186,7 @@ class Named(torch.Tensor):
     """A subclass, whose own code is to see the call."""
 
 
-@pytest.mark.parametrize(
-    "mode", [Functions, Dispatches, lambda: torch.profiler.profile(acc_events=True), torch.no_grad]
-)
+@pytest.mark.parametrize("mode", [Functions, Dispatches, lambda: torch.profiler.profile(acc_events=True)])
 def test_modes_see_the_operators(device, went, mode):
     given = tensors(device)
     check(*given)
@@ -216,17 +214,82 @@ def test_autocast_is_not_remembered(device, went):
     assert went == ["operator"] * 2
 
 
-def test_other_arguments_go_by_the_operators(device, went):
+EXTRAS = ("linear_bias", "weight", "row_weight", "logit_scale", "normalizer")
+
+
+def extra(name, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = {"linear_bias": (V,), "weight": (V,), "row_weight": (N,)}.get(name, ())
+    return torch.rand(shape, generator=generator).add(0.5).to(device)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_each_other_tensor_tells_calls_apart(device, went, name):
+    """Its presence, its layout and whether it is trained; its numbers are read each time."""
     x, w, target = tensors(device)
     check(x, w, target)
     went.clear()
-    bias = torch.linspace(0.5, 3.0, V, device=device)
-    given = {"linear_bias": bias}, {"weight": bias}, {"logit_scale": 2.0}, {"normalizer": 5.0}
     plain = loss_of(x, w, target).item()
+    first, second = (extra(name, device, seed) for seed in (0, 1))
+    found = [loss_of(x, w, target, **{name: each}).item() for each in (first, first, second)]
+    assert went == ["straight", "operator", "straight", "straight"]
+    assert found[0] == found[1]
+    assert len({plain, found[0], found[2]}) == 3
     went.clear()
-    for options in (*given, {"row_weight": bias[:N]}):
-        assert abs(loss_of(x, w, target, **options).item() - plain) > 1e-3
-    assert "straight" not in went
+    if first.dim():
+        loss_of(x, w, target, **{name: first.repeat_interleave(2)[::2]})
+        assert went == ["operator"]
+        went.clear()
+    if name in ("linear_bias", "logit_scale"):
+        trained = first.clone().requires_grad_()
+        gradients = [
+            torch.autograd.grad(loss_of(x, w, target, **{name: trained}), trained)[0] for _ in range(2)
+        ]
+        assert went == ["operator", "straight"]
+        assert torch.equal(*gradients)
+
+
+def test_numbers_in_a_tensor_s_place_go_by_the_operators(device, went):
+    given = tensors(device)
+    check(*given)
+    went.clear()
+    for options in ({"logit_scale": 2.0}, {"normalizer": 5.0}):
+        for _ in range(2):
+            loss_of(*given, **options)
+    assert went == ["operator"] * 4
+
+
+def test_class_weights_that_need_a_gradient_are_refused_each_time(device):
+    x, w, target = tensors(device)
+    weight = extra("weight", device)
+    for trained in (False, False, True, True):
+        weight.requires_grad_(trained)
+        if not trained:
+            loss_of(x, w, target, weight=weight)
+            continue
+        with pytest.raises(ValueError, match="takes no gradient"):
+            loss_of(x, w, target, weight=weight)
+
+
+@pytest.mark.parametrize("kind", ["none", "log-probabilities"])
+def test_calls_by_row_go_straight(device, went, kind):
+    """Their results are told apart from those of a mean, and keep the input's leading shape."""
+    x, w, target = tensors(device)
+    check(x, w, target)
+    went.clear()
+
+    def call(x, target):
+        if kind == "none":
+            return (loss_of(x, w, target, reduction="none"),)
+        return lowtide.linear_log_probs(x, w, target, backend="triton")
+
+    for given in ((x, target), (x, target), (x.view(3, 4, D), target.view(3, 4))):
+        found = call(*given)
+        assert all(each.shape == given[1].shape for each in found)
+        found[0].sum().backward()
+    assert went == ["operator", "operator", "straight", "operator", "operator"]
+    node = {"none": "linear_cross_entropyBackward", "log-probabilities": "linear_log_probsBackward"}[kind]
+    assert call(x, target)[0].grad_fn.name() == node
 
 
 @pytest.mark.parametrize("options", [{"ignore_index": 1.0}, {"workspace": True}, {"reduction": "none"}])
@@ -242,22 +305,58 @@ def test_errors_and_other_results_stay(device, options):
         loss_of(*given, **options)
 
 
-def test_second_derivatives(device):
+@pytest.mark.parametrize("kind", ["mean", "none", "log-probabilities"])
+def test_second_derivatives(device, kind):
     """Backward of a straight call can be differentiated, and a retained graph run again."""
     x, w, target = tensors(device)
-    check(x, w, target)
-    loss = loss_of(x, w, target)
-    first = torch.autograd.grad(loss, (x, w), retain_graph=True)
-    again = torch.autograd.grad(loss, (x, w), torch.full_like(loss, 2.0), retain_graph=True)
+    factors = torch.linspace(0.5, 1.5, N, device=device)
+
+    def loss(x, w, target, factors):
+        if kind == "mean":
+            return loss_of(x, w, target)
+        if kind == "none":
+            return loss_of(x, w, target, reduction="none") @ factors
+        found = lowtide.linear_log_probs(x, w, target, backend="triton")
+        return found.log_prob @ factors + found.entropy.sum()
+
+    def true(x, w, target, factors):
+        z = x @ w.t()
+        if kind == "mean":
+            return torch.nn.functional.cross_entropy(z, target)
+        log_p = z.log_softmax(1)
+        chosen = log_p.gather(1, target[:, None])[:, 0]
+        if kind == "none":
+            return -chosen @ factors
+        return chosen @ factors - (log_p.exp() * log_p).sum()
+
+    for _ in range(2):
+        total = loss(x, w, target, factors)
+    first = torch.autograd.grad(total, (x, w), retain_graph=True)
+    again = torch.autograd.grad(total, (x, w), torch.full_like(total, 2.0), retain_graph=True)
     for one, two in zip(first, again):
         torch.testing.assert_close(2 * one, two)
-    (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+    (dx,) = torch.autograd.grad(total, x, create_graph=True)
     (second,) = torch.autograd.grad(dx.square().sum(), w)
     xd, wd = (each.detach().cpu().double().requires_grad_() for each in (x, w))
-    true = torch.nn.functional.cross_entropy(xd @ wd.t(), target.cpu())
-    (dx,) = torch.autograd.grad(true, xd, create_graph=True)
+    (dx,) = torch.autograd.grad(true(xd, wd, target.cpu(), factors.cpu().double()), xd, create_graph=True)
     (expected,) = torch.autograd.grad(dx.square().sum(), wd)
     torch.testing.assert_close(second.cpu().double(), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["none", "log-probabilities"])
+def test_modes_around_backward_see_the_operators(device, went, kind):
+    x, w, target = tensors(device)
+    for _ in range(2):
+        if kind == "none":
+            loss = loss_of(x, w, target, reduction="none").sum()
+        else:
+            loss = lowtide.linear_log_probs(x, w, target, backend="triton").log_prob.sum()
+    expected = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    went.clear()
+    with torch.profiler.profile(acc_events=True):
+        found = torch.autograd.grad(loss, (x, w))
+    assert went == ["operator"]
+    assert all(map(torch.equal, found, expected))
 
 
 def test_backward_sees_weights_that_changed(device):

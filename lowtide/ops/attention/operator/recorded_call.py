@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.operator import seen_by_nobody
-from lowtide.core.recording.recorded import Recorded, is_aligned
+from lowtide.core.recording.recorded import Recorded
 from lowtide.ops.attention.definition.masks import AttentionBias, Band, intervals
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands
 from lowtide.ops.attention.operator import ops
@@ -45,7 +45,7 @@ class RecordedCall:
 
     def run(self, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
         """Return the result and the logsumexp, or None for tensors that the operators must see."""
-        if not (is_aligned(given) and seen_by_nobody(given)):
+        if not seen_by_nobody(given):
             return None
         if any(self.needs_grad):
             found = attention.apply(self, *given)
@@ -63,7 +63,7 @@ class RecordedCall:
     def gradients(self, *saved: Tensor | None) -> Any:
         """Return the gradients of the given tensors, from upstream gradients and saved tensors."""
         assert saved[2] is not None
-        if not (is_aligned(saved) and seen_by_nobody(saved)):
+        if not seen_by_nobody(saved):
             return self._backward(*saved, by_operator=True)
         # Hooks on saved tensors may bring them back in other strides.
         strides = tuple([None if each is None else each.stride() for each in saved])

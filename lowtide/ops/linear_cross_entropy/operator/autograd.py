@@ -79,10 +79,7 @@ def _gradients_of_loss(ctx: Any, grad_output: Tensor | None) -> tuple[Any, ...]:
     if differentiated is not None:
         return _arguments(ctx, differentiated)
     if options.reduction == "none":
-        found = call(
-            ops.linear_cross_entropy_backward, grad_output, rest, *head, *labels, needs_grad, *options
-        )
-        return _arguments(ctx, scatter_gradients(found, needs_grad))
+        return _arguments(ctx, of_row_losses(head, labels, options, needs_grad, rest, grad_output))
     backend = backend_of(options.engine)
     return _arguments(ctx, finish_gradients(rest, grad_output, head.tensors, needs_grad, backend))
 
@@ -101,6 +98,21 @@ def differentiated_loss(
     return differentiable_gradients(losses, head.tensors, needs_grad, (grad_output,))
 
 
+def of_row_losses(
+    head: Head,
+    labels: Labels,
+    options: Options,
+    needs_grad: tuple[bool, ...],
+    statistics: Sequence[Tensor],
+    grad_output: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients by the operator, in the order of the head's tensors."""
+    found = call(
+        ops.linear_cross_entropy_backward, grad_output, statistics, *head, *labels, needs_grad, *options
+    )
+    return scatter_gradients(found, needs_grad)
+
+
 def _save_log_probs(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     _save(ctx, ops.parsed(inputs, log_probs=True), output[4:], labels=1)
 
@@ -116,15 +128,41 @@ def _gradients_of_log_probs(ctx: Any, grad_output: Sequence[Tensor | None]) -> t
     options, needs_grad = ctx.options, ctx.needs_grad
     _refuse_others(ctx)
     head, (target, *_), statistics = _saved(ctx)
-    if is_differentiated(*grad_output):
-        refuse_sharded(options)
+    differentiated = differentiated_log_probs(head, target, options, needs_grad, grad_output)
+    if differentiated is not None:
+        return _arguments(ctx, differentiated)
+    return _arguments(ctx, of_row_log_probs(head, target, options, needs_grad, statistics, grad_output))
 
-        def log_probs(own: list[Any]) -> tuple[Tensor, ...]:
-            return higher_order.linear_log_probs(head.of(own), target, options)
 
-        return _arguments(ctx, differentiable_gradients(log_probs, head.tensors, needs_grad, grad_output))
+def differentiated_log_probs(
+    head: Head,
+    target: Tensor,
+    options: Options,
+    needs_grad: tuple[bool, ...],
+    grad_output: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...] | None:
+    """Return gradients that can be differentiated again, where backward is; else None."""
+    if not is_differentiated(*grad_output):
+        return None
+    refuse_sharded(options)
+
+    def log_probs(own: list[Any]) -> tuple[Tensor, ...]:
+        return higher_order.linear_log_probs(head.of(own), target, options)
+
+    return differentiable_gradients(log_probs, head.tensors, needs_grad, grad_output)
+
+
+def of_row_log_probs(
+    head: Head,
+    target: Tensor,
+    options: Options,
+    needs_grad: tuple[bool, ...],
+    statistics: Sequence[Tensor],
+    grad_output: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients by the operator, in the order of the head's tensors."""
     found = call(ops.linear_log_probs_backward, *grad_output, statistics, *head, target, needs_grad, *options)
-    return _arguments(ctx, scatter_gradients(found, needs_grad))
+    return scatter_gradients(found, needs_grad)
 
 
 derivative(ops.linear_cross_entropy, _loss_gradients, setup_context=_save_loss)

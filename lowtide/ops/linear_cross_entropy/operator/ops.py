@@ -73,9 +73,14 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
 
 
 def _linear_cross_entropy(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
-    if plan.options.reduction != "none":
-        loss, gradients = loss_and_gradients(plan, head, labels)
-        return [loss, *([] if gradients is None else gradients.outputs)]
+    if plan.options.reduction == "none":
+        return row_losses(plan, head, labels)
+    loss, gradients = loss_and_gradients(plan, head, labels)
+    return [loss, *([] if gradients is None else gradients.outputs)]
+
+
+def row_losses(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
+    """Return each row's loss, and the statistics for backward, of a call whose plan is made."""
     engine = _engine(plan, head, labels)
     stats, rows = engine.row_statistics(), engine.rows
     return [rows.of_all(rows.loss_N(stats)), *saved_stats(stats, rows, plan.engine)]
@@ -87,12 +92,13 @@ def linear_cross_entropy_backward(
 ) -> list[Tensor]:
     upstream = {"loss": grad_output is not None}
     call = _planned(*parsed(arguments), statistics=statistics, upstream=upstream)
-    return _run(_linear_cross_entropy_backward, call, statistics, grad_output)
+    return _run(gradients_of_row_losses, call, statistics, grad_output)
 
 
-def _linear_cross_entropy_backward(
+def gradients_of_row_losses(
     plan: Plan, head: Head, labels: Labels, statistics: Sequence[Tensor], grad_output: Tensor | None
 ) -> list[Tensor]:
+    """Return the wanted gradients, of a call whose plan is made."""
     engine = _engine(plan, head, labels)
     stats = read_stats(statistics, engine.rows, engine.stats_kind)
     if grad_output is None:
@@ -102,10 +108,11 @@ def _linear_cross_entropy_backward(
 
 @_operator("linear_log_probs", f"{HEAD}, Tensor target")
 def linear_log_probs(*arguments: Any) -> list[Tensor]:
-    return _run(_linear_log_probs, _planned(*parsed(arguments, log_probs=True), log_probs=True))
+    return _run(row_log_probs, _planned(*parsed(arguments, log_probs=True), log_probs=True))
 
 
-def _linear_log_probs(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
+def row_log_probs(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
+    """Return the four results of each row, and the statistics for backward, likewise."""
     engine = _engine(plan, head, labels)
     stats, rows = engine.row_statistics(), engine.rows
     log_prob_N = stats.nll_N.neg().masked_fill_(rows.invalid_target_N, torch.nan)
@@ -133,16 +140,17 @@ def linear_log_probs_backward(
     upstream = {name: each is not None for name, each in zip(names, grad_output)}
     parts = parsed(arguments, log_probs=True)
     call = _planned(*parts, log_probs=True, statistics=statistics, upstream=upstream)
-    return _run(_linear_log_probs_backward, call, statistics, grad_output)
+    return _run(gradients_of_row_log_probs, call, statistics, grad_output)
 
 
-def _linear_log_probs_backward(
+def gradients_of_row_log_probs(
     plan: Plan,
     head: Head,
     labels: Labels,
     statistics: Sequence[Tensor],
     grad_output: list[Tensor | None],
 ) -> list[Tensor]:
+    """Return the wanted gradients, of a call whose plan is made."""
     engine = _engine(plan, head, labels)
     stats = read_stats(statistics, engine.rows, engine.stats_kind)
     if engine.plan.agreement is not None:  # ranks with tokens of their own may use other results
@@ -184,7 +192,7 @@ def _compute_both(
     """Compute the call, and its backward pass as far as it is known what that will be."""
     outputs = compute(plan, head, labels, *arguments)
     log_probs, needs_grad = plan.call_kind.log_probs, plan.needs_grad
-    if not needs_grad.some or compute not in (_linear_cross_entropy, _linear_log_probs):
+    if not needs_grad.some or compute not in (_linear_cross_entropy, row_log_probs):
         return
     if log_probs or plan.options.reduction == "none":
         statistics = outputs[4:] if log_probs else outputs[1:]
@@ -192,9 +200,9 @@ def _compute_both(
             head, labels, needs_grad.all, plan.options, log_probs=log_probs, statistics=statistics
         )
         if log_probs:  # with a gradient of log-probabilities alone, as most losses have
-            _linear_log_probs_backward(*call, statistics, [outputs[0], None, None])
+            gradients_of_row_log_probs(*call, statistics, [outputs[0], None, None])
         else:
-            _linear_cross_entropy_backward(*call, statistics, outputs[0])
+            gradients_of_row_losses(*call, statistics, outputs[0])
     else:
         _finish(outputs, head, needs_grad.all, plan.backend)
 

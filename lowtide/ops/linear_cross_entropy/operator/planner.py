@@ -129,7 +129,11 @@ def few_tokens(head: Head) -> bool:
 
 def readable(head: Head, options: Options, call_kind: CallKind) -> Head:
     """Copy each operand whose layout the engine cannot read; raise if it cannot run here."""
-    copied = unreadable_operands(head, options, call_kind)
+    return with_copies(head, unreadable_operands(head, options, call_kind))
+
+
+def with_copies(head: Head, copied: tuple[bool, ...]) -> Head:
+    """Copy those inputs, then weights, that are marked."""
     if not any(copied):
         return head
     operands = [

@@ -1,4 +1,4 @@
-"""Run a loss like an earlier one straight by its engine: no checks, decisions or dispatcher.
+"""Run a call like an earlier one straight by its engine: no checks, decisions or dispatcher.
 
 To check, to decide and to pass torch's dispatcher takes the host longer than a small call takes the
 device. All of it follows from what a signature holds (types, shapes, strides, dtypes, devices,
@@ -9,20 +9,31 @@ Shapes: N tokens, D features, V classes.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowtide.core import torch_private
+from lowtide.core.autodiff import scatter_gradients
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.pending_gradient import finish_gradients
-from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Head, Labels, Options
-from lowtide.ops.linear_cross_entropy.operator import ops
-from lowtide.ops.linear_cross_entropy.operator.autograd import differentiated_loss
-from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, unreadable_operands, with_graph_facts
+from lowtide.ops.linear_cross_entropy.definition.head import (
+    Arguments,
+    Head,
+    Labels,
+    Options,
+    normalizer_of,
+)
+from lowtide.ops.linear_cross_entropy.operator import autograd, ops
+from lowtide.ops.linear_cross_entropy.operator.planner import (
+    make_plan,
+    unreadable_operands,
+    with_copies,
+    with_graph_facts,
+)
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.planning.remembered import keep, memory
@@ -33,36 +44,112 @@ PLAIN = (type(None), bool, int, float, str)
 Signature = tuple[Hashable, ...]
 
 
+class Tensors(NamedTuple):
+    """Hold the tensors of a call, a head with one term, by the names of the public arguments.
+
+    Where a number is in a tensor's place, the call goes by the operators.
+    """
+
+    input: Tensor
+    linear_weight: Tensor
+    target: Tensor
+    linear_bias: Tensor | None = None
+    logit_scale: Any = None
+    weight: Tensor | None = None
+    row_weight: Tensor | None = None
+    normalizer: Any = None
+
+    @property
+    def head(self) -> Head:
+        return Head((self.input,), (self.linear_weight,), self.linear_bias, self.logit_scale)
+
+    @property
+    def labels(self) -> Labels:
+        normalizer = normalizer_of(self.normalizer, self.input)
+        return Labels(self.target, self.weight, self.row_weight, normalizer)
+
+
 class Entry:
-    """Hold what was decided for a call."""
+    """Hold what was decided for a call, but no tensor."""
 
-    def __init__(self, plan: Plan, needs_grad: tuple[bool, ...]) -> None:
-        from lowtide.core.recording.recorded import Recorded, is_aligned  # imports Triton
+    def __init__(self, plan: Plan, copied: tuple[bool, ...]) -> None:
+        from lowtide.core.recording.recorded import Recorded  # imports Triton
 
-        # True for input and weight if they get gradients; then False for bias and scale, which are
-        # absent.
-        self.plan, self.needs_grad = plan, needs_grad
-        self.recorded, self.is_aligned = Recorded(self._compute), is_aligned
+        self.plan, self.copied = plan, copied
+        self.needs_grad = plan.needs_grad.all
+        self.log_probs = plan.call_kind.log_probs
+        self.by_row = self.log_probs or plan.options.reduction == "none"
+        self.results = 4 if self.log_probs else 1
+        self.forward, self.backward = Recorded(self._forward), Recorded(self._backward)
 
-    def compute(self, *tensors: Tensor) -> Sequence[Tensor | None]:
-        """Return the loss, and each gradient's tensor and remaining factor."""
-        if self.is_aligned(tensors):
-            return self.recorded(None, *tensors)
-        with torch_private.below_autograd():
-            return self._compute(*tensors)
+    def run(self, tensors: Tensors) -> Sequence[Tensor]:
+        """Return the results, of which autograd knows if gradients are needed."""
+        if any(self.needs_grad):
+            kind = linear_log_probs if self.log_probs else linear_cross_entropy
+            return kind.apply(self, *tensors)  # type: ignore[no-any-return]
+        return self.compute(tensors)[: self.results]
 
-    def _compute(self, input: Tensor, linear_weight: Tensor, target: Tensor) -> list[Tensor | None]:
-        loss, gradients = ops.loss_and_gradients(self.plan, Head((input,), (linear_weight,)), Labels(target))
-        assert gradients is not None
-        found = [each for each in gradients.all if each is not None]
-        return [loss, *(part for each in found for part in (each.tensor, each.remaining))]
+    def compute(self, tensors: Tensors) -> Any:
+        """Return the results, and then what backward needs beside the tensors."""
+        with on_device_of(tensors.input):
+            return self.forward(None, *tensors)
+
+    def gradients(
+        self, tensors: Tensors, kept: Sequence[Tensor | None], grad_output: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the head's tensors."""
+        call = tensors.head, tensors.labels, self.plan.options, self.needs_grad
+        head, (target, *_), options, needs_grad = call
+        if self.by_row:
+            grad_output = [None if each is None else each.flatten() for each in grad_output]
+        if self.log_probs:
+            found = autograd.differentiated_log_probs(head, target, options, needs_grad, grad_output)
+        else:
+            found = autograd.differentiated_loss(*call, grad_output[0])
+        if found is not None:
+            return found
+        if not self.by_row:
+            assert grad_output[0] is not None
+            return finish_gradients(kept, grad_output[0], head.tensors, needs_grad, self.plan.backend)
+        given = *grad_output, *tensors, *kept
+        if seen_by_nobody(given):
+            strides = tuple([None if each is None else each.stride() for each in given])
+            with on_device_of(tensors.input):
+                return scatter_gradients(self.backward(strides, *given), needs_grad)  # type: ignore[arg-type]
+        statistics: Any = kept
+        if self.log_probs:
+            return autograd.of_row_log_probs(head, target, options, needs_grad, statistics, grad_output)
+        return autograd.of_row_losses(*call, statistics, grad_output[0])
+
+    # What is recorded.
+
+    def _forward(self, *each: Any) -> list[Tensor | None]:
+        tensors = Tensors(*each)
+        call = self.plan, with_copies(tensors.head, self.copied), tensors.labels
+        if not self.by_row:
+            loss, gradients = ops.loss_and_gradients(*call)
+            found = [] if gradients is None else [each for each in gradients.all if each is not None]
+            return [loss, *(part for each in found for part in (each.tensor, each.remaining))]
+        outputs = (ops.row_log_probs if self.log_probs else ops.row_losses)(*call)
+        leading = tensors.input.shape[:-1]
+        results = [each.view(leading) for each in outputs[: self.results]]
+        return [*results, *outputs[self.results :]]
+
+    def _backward(self, *given: Any) -> list[Tensor]:
+        count = 3 if self.log_probs else 1
+        grad_output, tensors = given[:count], Tensors(*given[count : count + len(Tensors._fields)])
+        kept = given[count + len(tensors) :]
+        call = self.plan, with_copies(tensors.head, self.copied), tensors.labels, kept
+        if self.log_probs:
+            return ops.gradients_of_row_log_probs(*call, list(grad_output))
+        return ops.gradients_of_row_losses(*call, *grad_output)
 
 
 # None for a call that goes by the operators.
 _calls: dict[Hashable, Entry | None] = memory()
 
 
-def signature(input: Any, linear_weight: Any, target: Any, *options: Any) -> Signature | None:
+def signature(tensors: Tensors, *options: Any) -> Signature | None:
     """Return what tells calls apart, or None for a call that is not remembered.
 
     Each option is told apart by its type, too, since an error may depend on it: 1 is not True.
@@ -72,85 +159,87 @@ def signature(input: Any, linear_weight: Any, target: Any, *options: Any) -> Sig
     kinds = tuple(map(type, options))
     if not all(kind in PLAIN for kind in kinds):
         return None
-    tensors = input, linear_weight, target
-    if not all(map(_is_strided, tensors)) or linear_weight.dim() != 2:
+    input, linear_weight, target = tensors[:3]
+    given = [input, linear_weight, target, *(each for each in tensors[3:] if each is not None)]
+    if not all(map(_is_strided, given)) or linear_weight.dim() != 2:
         return None
-    if not seen_by_nobody(tensors) or forward_ad._current_level >= 0:
+    if not seen_by_nobody(given) or forward_ad._current_level >= 0:
         return None
     # In a checkpoint, a call that is computed again must save the same tensors.
     if torch_private.top_saved_tensors_hooks(True) is not None:
         return None
-    device = input.device
-    if torch.is_autocast_enabled(device.type):
+    if torch.is_autocast_enabled(input.device.type):
         return None
     if (input.data_ptr() | linear_weight.data_ptr()) % ALIGNMENT:
         return None
-    return (
-        options, kinds, torch.is_grad_enabled(), device, linear_weight.device, target.device,
-        input.shape, input.stride(), input.dtype, input.requires_grad,
-        linear_weight.shape, linear_weight.stride(), linear_weight.dtype, linear_weight.requires_grad,
-        target.shape, target.stride(), target.dtype, target.requires_grad,
-    )  # fmt: skip
+    layouts = [
+        None if each is None else (each.shape, each.stride(), each.dtype, each.device, each.requires_grad)
+        for each in tensors
+    ]
+    return (options, kinds, torch.is_grad_enabled(), *layouts)
 
 
 def _is_strided(operand: Any) -> bool:
     return isinstance(operand, Tensor) and operand.layout is torch.strided and not operand.is_nested
 
 
-def run(known: Signature, input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor | None:
-    """Return the loss, or None for a call that goes by the operators."""
+def run(known: Signature, tensors: Tensors) -> Sequence[Tensor] | None:
+    """Return the results, or None for a call that goes by the operators."""
     entry = _calls.get(known)
-    if entry is None:
-        return None
-    return linear_cross_entropy.apply(entry, input, linear_weight, target)  # type: ignore[no-any-return]
+    return None if entry is None else entry.run(tensors)
 
 
-def remember(known: Signature, input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> None:
-    """Remember a call that has been run, if it has gradients and kernels of Triton compute it."""
-    if known in _calls:
-        return
-    keep(_calls, known, _entry(Head((input,), (linear_weight,)), target, options))
+def remember(known: Signature, tensors: Tensors, *, log_probs: bool = False, **options: Any) -> None:
+    """Remember a call that has been run, if kernels of Triton compute it."""
+    if known not in _calls:
+        keep(_calls, known, _entry(tensors, options, log_probs=log_probs))
 
 
-def _entry(head: Head, target: Tensor, given: dict[str, Any]) -> Entry | None:
-    options = Options.of(head.inputs[0], Arguments(**given))
-    tracked = torch.is_grad_enabled()
-    needs_grad = (*(tracked and each.requires_grad for each in (*head.inputs, *head.weights)), False, False)
-    if options.reduction == "none" or not any(needs_grad) or head.by_position or target.requires_grad:
+def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> Entry | None:
+    head, target, device = tensors.head, tensors.target, tensors.input.device
+    options = Options.of(tensors.input, Arguments(**given))
+    others = [each for each in tensors[2:] if each is not None]
+    labels = [each for each in (target, *tensors[5:]) if each is not None]
+    if any(each.device != device for each in others) or any(each.requires_grad for each in labels):
         return None
     if target.is_floating_point() or not head.classes:
         return None
-    call_kind = ops.call_kind_of(head, target, None, needs_grad, log_probs=False)
+    tracked = torch.is_grad_enabled()
+    needs_grad = tuple(tracked and each is not None and each.requires_grad for each in head.tensors)
+    call_kind = ops.call_kind_of(head, target, tensors.weight, needs_grad, log_probs=log_probs)
     options = with_graph_facts(head, options, call_kind)
-    if backend_of(options.engine) != "triton" or any(unreadable_operands(head, options, call_kind)):
+    if backend_of(options.engine) != "triton":
         return None
-    return Entry(make_plan(head, options, call_kind), needs_grad)
+    copied = unreadable_operands(head, options, call_kind)
+    return Entry(make_plan(with_copies(head, copied), options, call_kind), copied)
 
 
 class linear_cross_entropy(torch.autograd.Function):
-    """Compute the loss of a remembered call, and its gradients as the operator does.
+    """Compute a remembered call, and its gradients as the operator does.
 
     Profiles name its node after the class: as that of the operator.
     """
 
     @staticmethod
-    def forward(ctx: Any, entry: Entry, input: Tensor, linear_weight: Tensor, target: Tensor) -> Tensor:
-        with on_device_of(input):
-            loss, *rest = entry.compute(input, linear_weight, target)
-        assert loss is not None
+    def forward(ctx: Any, entry: Entry, *each: Any) -> tuple[Tensor, ...]:
+        tensors = Tensors(*each)
+        found = entry.compute(tensors)
+        results, kept = found[: entry.results], found[entry.results :]
         ctx.entry = entry
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, linear_weight, target, *rest)
-        return loss
+        ctx.save_for_backward(*tensors, *kept)
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if grad_output is None:
-            return (None,) * 4
-        plan, needs_grad = ctx.entry.plan, ctx.entry.needs_grad
-        input, linear_weight, target, *rest = ctx.saved_tensors
-        head = Head((input,), (linear_weight,))
-        found = differentiated_loss(head, Labels(target), plan.options, needs_grad, grad_output)
-        if found is None:
-            found = finish_gradients(rest, grad_output, head.tensors, needs_grad, plan.backend)
-        return (None, *found[:2], None)
+    def backward(ctx: Any, *grad_output: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_output = grad_output[:3]  # argmax has none
+        if all(each is None for each in grad_output):
+            return (None,) * (1 + len(Tensors._fields))
+        saved, count = ctx.saved_tensors, len(Tensors._fields)
+        found = ctx.entry.gradients(Tensors(*saved[:count]), saved[count:], grad_output)
+        of_input, of_weight, *of_others = found
+        return (None, of_input, of_weight, None, *of_others, *(None,) * (count - 5))
+
+
+class linear_log_probs(linear_cross_entropy):
+    """Compute a remembered call of log-probabilities likewise."""
