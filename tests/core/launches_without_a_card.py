@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia import hopper
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -67,6 +70,29 @@ def _kernel(x_ptr, y_ptr, box, scale, N, M, strides, SHIFT: tl.constexpr, BLOCK:
     tl.store(x_ptr + place, x + SHIFT, mask=place < N)
 
 
+@remember_launches
+@gluon.jit
+def _gluon_kernel(out_ptr, box, N, BLOCK: gl.constexpr):
+    place = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    gl.store(out_ptr + place, place + N)
+
+
+def gluon_cases():
+    """Boxes that lie otherwise, in sizes, in dtypes or in shared memory, and one that lies alike."""
+    memory = torch.zeros(64, 64)
+    out, half = torch.zeros(128, dtype=torch.int32), memory.bfloat16()
+    for tensor, block, kind in (
+        (memory, [16, 32], gl.float32), (memory + 1, [16, 32], gl.float32), (memory, [32, 32], gl.float32),
+        (half, [16, 32], gl.bfloat16),
+    ):  # fmt: skip
+        plain = gl.NVMMASharedLayout.get_default_for(block, kind)
+        swizzled = gl.NVMMASharedLayout(32, plain.element_bitwidth, 2)
+        for layout in (plain, swizzled):
+            box = hopper.TensorDescriptor(tensor, [64, 64], [64, 1], block, layout)
+            for number in (3, 16):
+                yield (out, box, number), {"BLOCK": 128}
+
+
 def cases():
     memory = torch.zeros(4096)
     x, odd, other = memory[:64], memory[1:65], memory[1024:1088]
@@ -87,17 +113,22 @@ def cases():
 
 def main():
     driver.set_active(Driver())
+    for kernel, of_kernel in ((_kernel, cases), (_gluon_kernel, gluon_cases)):
+        launch_twice(kernel, of_kernel)
+
+
+def launch_twice(kernel, of_kernel):
     for _ in range(2):  # the second time all is known
-        for arguments, constants in cases():
+        for arguments, constants in of_kernel():
             launched.clear()
-            _kernel[(3, 2)](*arguments, **constants)
-            _kernel.kernel[(3, 2)](*arguments, **constants)
+            kernel[(3, 2)](*arguments, **constants)
+            kernel.kernel[(3, 2)](*arguments, **constants)
             (own, grid, values, tensors), (found, same_grid, same_values, _) = launched
             same = (own.compiled, grid, values) == (found.compiled, same_grid, same_values)
             print(
                 json.dumps({"same": same, "tensors": tensors, "arguments": repr((arguments[1:], constants))})
             )
-    print(json.dumps({"known": len(_kernel.known)}))
+    print(json.dumps({"known": len(kernel.known)}))
 
 
 if __name__ == "__main__":

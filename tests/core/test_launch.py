@@ -29,13 +29,16 @@ def test_same_kernels_and_values_as_triton():
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    *launches, last = (json.loads(line) for line in run.stdout.splitlines())
-    assert len(launches) == 96
-    assert not [each["arguments"] for each in launches if not each["same"]]
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    launches, last, of_gluon, last_of_gluon = lines[:96], lines[96], lines[97:-1], lines[-1]
+    assert len(of_gluon) == 32
+    assert not [each["arguments"] for each in launches + of_gluon if not each["same"]]
     # The second time, addresses stand for tensors wherever the launch was remembered.
     through_triton = sum(each["tensors"] for each in launches[48:])
     assert through_triton == 2 * (ODD_POINTERS + UNKNOWN_TYPES)
     assert last["known"] <= 48 - through_triton
+    assert not any(each["tensors"] for each in of_gluon[16:])
+    assert last_of_gluon["known"] == 12  # of 16, since one tensor lies as another does
 
 
 def test_sizes_as_of_triton():

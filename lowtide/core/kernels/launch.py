@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.core.compile_ahead.launches import Launch, in_rehearsal, launch, note
 from lowtide.core.compile_ahead.placeholders import ALIGNMENT
@@ -105,7 +104,8 @@ def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
 
     Triton compiles a kernel for the dtype of each pointer, for pointers that are multiples of 16 or
     not (here all are), for integers that are 1, multiples of 16, or need 64 bits (here each value
-    counts, in tuples too), and for the dtype and the box of a tensor descriptor.
+    counts, in tuples too), and for the dtype and the box of a tensor descriptor, of Gluon also the
+    layout.
     """
     key: list[Any] = []
     values: list[Any] = []
@@ -125,8 +125,8 @@ def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
             key.append(float)
         elif kind is tuple and INTEGERS.issuperset(map(type, each)):
             key.append(each)
-        elif kind is TensorDescriptor:
-            key += each.base.dtype, *each.block_shape, each.padding
+        elif hasattr(each, "block_shape"):  # a tensor descriptor, of Triton or Gluon
+            key += kind, each.base.dtype, *each.block_shape, each.padding, getattr(each, "layout", None)
         else:
             return None
     return None if pointers % ALIGNMENT else (key, values)

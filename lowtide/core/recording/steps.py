@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowtide.core.compile_ahead.launches import launch
 from lowtide.core.kernels.launch import constants_in_order, is_launched_by_handle
@@ -150,9 +149,6 @@ class Start:
         if self.compiled is not None or not is_launched_by_handle(compiled):
             return
         places = list(enumerate(self.arguments))
-        boxes = [each.descriptor for each in self.arguments if type(each) is Box]
-        if any(type(each) is not TensorDescriptor for each in boxes):  # Gluon's
-            return
         self.values = [
             *self.arguments,
             *constants_in_order(self.kernel, len(self.arguments), self.constants),
