@@ -34,7 +34,7 @@ tables: $(READY)  ## the tables of docs/ and the pictures of ratios, from benchm
 	PYTHONPATH=$(CURDIR) $(BIN)/python docs/_extensions/page_tables.py
 
 test-builds: $(READY)  ## compiles every kernel ahead of time that the tests leave to the builds beside it
-	$(PYTEST) -m every_build tests/ops/*/test_kernels_compile.py
+	$(PYTEST) -m every_build tests/ops/*/test_kernels_compile.py tests/ops/*/*/test_kernels_compile.py
 
 test-gpu:  ## the tests that need a CUDA device, with the torch of the current environment
 	$(PYTHON) -m pytest -m gpu

@@ -19,9 +19,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.ops.attention import compile_kernels as attention
+from tests.ops.attention.triton_backend import compile_kernels as attention
 from tests.ops.distillation import compile_kernels as distillation
-from tests.ops.linear_cross_entropy import compile_kernels as loss
+from tests.ops.linear_cross_entropy.engines import compile_kernels as loss
 
 DATA = Path(__file__).parents[1] / "docs" / "_data"
 KIB = 1 << 10

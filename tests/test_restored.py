@@ -20,7 +20,7 @@ from tests.ops import distillation as distilled
 from tests.ops.attention import helpers as attended
 from tests.ops.chunked_loss import helpers as chunked
 from tests.ops.linear_cross_entropy.calls import make_call, outcome
-from tests.ops.linear_cross_entropy.test_cpu_exponentials import off
+from tests.ops.linear_cross_entropy.engines.cpu_exponentials.test_cpu_exponentials import off
 from tests.support.graphs import needs_tracing
 from tests.support.loss import (
     check,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import lowtide
 from lowtide.core.collectives import Group
 from lowtide.tools.doctor.linear_cross_entropy import Call
-from tests.ops.linear_cross_entropy.vocab_parallel_ranks import room
+from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import room
 from tests.support.ranks import DEVICE, RANKS
 
 PLAIN = Call(120, 16, 501, dtype=torch.float32, device=DEVICE, ranks=RANKS)

@@ -1,0 +1,432 @@
+"""Compiles every Triton kernel of attention ahead of time, without a GPU; prints what ptxas says:
+
+    python -m tests.ops.attention.triton_backend.compile_kernels
+
+one JSON object a line. TRITON_INTERPRET must not be set: it would turn the kernels into Python
+functions.
+"""
+
+import importlib
+import math
+import re
+from typing import Any, NamedTuple
+
+from tests.support.ahead_of_time import compiled, print_all
+
+TARGETS = (80, 90)
+# Bytes a block may have. For 80 what consumer cards of its generation have: an A100 takes the same
+# tiles.
+SHARED = dict.fromkeys((80, 86, 89, 120), 99 << 10) | dict.fromkeys((90, 100, 103), 227 << 10)
+F32, I32_PTR = "*fp32", "*i32"
+BYTES = {None: 0, "*bf16": 2, "*fp32": 4, "*fp64": 8}
+STRIDES = ("i32", "i32", "i32", 1)
+
+
+class Build(NamedTuple):
+    module: str
+    kernel: str
+    half: bool
+    features: int
+    arguments: dict[str, Any]
+    """By name: a Triton type, the value of a constexpr (None: an absent pointer), or a tuple."""
+    targets: tuple[int, ...] = TARGETS
+    spills: int = 0
+    """Bytes a thread may put aside."""
+
+
+MASKED = {"first_ptr": I32_PTR, "end_ptr": I32_PTR, "row_first_ptr": I32_PTR, "row_end_ptr": I32_PTR}
+BIASED = {"bias_ptr": F32, "bias_strides": ("i32", "i32", "i32", 1)}
+OWN_BIAS = {**BIASED, "bias_ptr": "*bf16", "grad_bias_ptr": "*bf16"}
+PADDED = {"bias_ptr": "*u8", "bias_strides": ("i32", 0, 0, 1), "COLUMN_BIAS": True, "BASE_2": True}
+DROPPED = {"row_key_ptr": I32_PTR, "column_key_ptr": I32_PTR}
+PIECES = {
+    "ptrs": (F32,) * 3,
+    "pieces_ptrs": ("*i16",) * 3,
+    "strides": (STRIDES,) * 3,
+    "shapes": (("i32",) * 4,) * 3,
+    "COUNT": 3,
+}
+ALL = {**MASKED, **BIASED, **DROPPED, "SOFTCAP": 30.0}
+OPERANDS = ("query", "key", "value", "grad_output")
+# Operands that a kernel of pieces loads once, and splits itself, if all features are one block.
+LOADED_ONCE = {
+    "forward": ("query",),
+    **dict.fromkeys(("key and value", "delta as key and value"), ("key", "value")),
+}
+VALUE = {"grad_value_ptr": "*bf16"}
+KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "forward": ("ops.attention.triton_backend.kernels.forward", "forward_kernel", ()),
+    "query": (
+        "ops.attention.triton_backend.kernels.recompute",
+        "query_gradient_kernel",
+        ("grad_bias_ptr",),
+    ),
+    "key and value": ("ops.attention.triton_backend.kernels.recompute", "key_value_gradient_kernel", ()),
+    "key": (
+        "ops.attention.triton_backend.kernels.recompute",
+        "key_value_gradient_kernel",
+        ("grad_value_ptr",),
+    ),
+    "value": (
+        "ops.attention.triton_backend.kernels.recompute",
+        "key_value_gradient_kernel",
+        ("grad_key_ptr",),
+    ),
+    "query of scores": ("ops.attention.triton_backend.kernels.stored_scores", "query_of_scores_kernel", ()),
+    "bias of scores": ("ops.attention.triton_backend.kernels.stored_scores", "bias_of_scores_kernel", ()),
+    "key and value of scores": (
+        "ops.attention.triton_backend.kernels.stored_scores",
+        "key_value_of_scores_kernel",
+        ("grad_value_ptr",),
+    ),
+    "scores": ("ops.attention.triton_backend.kernels.stored_scores", "scores_kernel", ()),
+    **dict.fromkeys(
+        ("delta as key and value", "delta as value", "delta as query"),
+        ("ops.attention.triton_backend.kernels.confident_rows", "confident_delta_kernel", ()),
+    ),
+    "few queries": ("ops.attention.triton_backend.kernels.few_queries", "few_queries_kernel", ()),
+    "problem forward": ("ops.attention.triton_backend.kernels.small_problems", "problem_forward_kernel", ()),
+    "problem gradient": (
+        "ops.attention.triton_backend.kernels.small_problems",
+        "problem_gradient_kernel",
+        (),
+    ),
+    "wide problem gradient": (
+        "ops.attention.triton_backend.kernels.small_problems",
+        "problem_gradient_kernel",
+        (),
+    ),
+    "short bias": ("ops.attention.triton_backend.kernels.short_bias", "short_bias_gradient_kernel", ()),
+    "whole problem": (
+        "ops.attention.triton_backend.kernels.whole_problems",
+        "whole_problem_gradient_kernel",
+        (),
+    ),
+}
+# The bytes that these builds spill with any Triton from 3.6 to 3.9.
+SPILLS = {
+    "forward, half, 128, float64 bias": 320,
+    "query, half, 128, float64 bias": 96,
+    "forward, half, 512": 32,
+    "forward of 2 pieces, 128, all": 96,
+    "forward of 2 pieces, 256, all": 320,
+    "forward of 3 pieces, 128, all": 96,
+    "forward of 3 pieces, 256, all": 688,
+    "query, float32, 64": 256,
+    "query, half, own bias, 64": 64,
+    "forward, half, padded, 72": 8,
+    "key and value, half, padded, 72": 256,
+    "key and value, half, 128": 256,
+    "key and value, half, 72, of which Triton knows no divisor": 256,
+    "key and value, half, all": 896,
+    "key and value, half, keeping scores, 64": 672,
+    "key and value, half, keeping scores, all": 768,
+    "value, half, keeping scores, 256": 400,
+    "scores, half, 300, all": 224,
+    "query of scores, half, 300, all": 288,
+    "key and value of scores, half, 300, all": 128,
+    "key and value of 2 pieces, keeping scores, 64": 288,
+    "key and value of 2 pieces, keeping scores, 64, all": 864,
+    "key and value of 2 pieces, keeping scores, 128": 384,
+    "value of 2 pieces, keeping scores, 512, all": 192,
+    "key and value of 3 pieces, keeping scores, 64": 352,
+    "key and value of 3 pieces, keeping scores, 64, all": 1024,
+    "value of 3 pieces, keeping scores, 128": 2560,
+    "value of 3 pieces, keeping scores, 512, all": 640,
+    "key and value of scores of 3 pieces, 300, all": 8,
+    "key and value, half, keeping scores, 128": 2080,
+    "delta as query, float32, 64": 72,
+    "delta as value of 3 pieces, 128": 592,
+    "delta as value of 3 pieces, 512, all": 220,
+    "key and value, half, keeping scores, 32, all": 448,
+    "problem gradient, half, all": 320,
+    "wide problem gradient, half, 32": 136,
+    "wide problem gradient, half, all": 896,
+    "few queries, half, all": 256,
+    "problem gradient, float32, 32": 1172,
+    "short bias, half, all": 88,
+    "short bias, float32, 32": 256,
+    "whole problem, float32, 32": 1888,
+    "whole problem, float32, all": 2048,
+}
+
+
+def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
+    tensor = "*bf16" if build.half else F32
+    names = (
+        *("query", "key", "value", "grad_output", "out", "low"),
+        *("grad_query", "grad_key", "grad_value", "query_sum"),
+    )
+    absent = (
+        *("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum"),
+        *("weight", "grad_scores", "grad_z"),
+    )
+    given = {
+        **dict.fromkeys((f"{name}_ptr" for name in names), tensor),
+        "low_ptr": "*bf16" if build.half else None,
+        **dict.fromkeys((f"{name}_strides" for name in names), STRIDES),
+        **dict.fromkeys(f"{name}_ptr" for name in absent),
+        **dict.fromkeys(("part_ptr", "part_sums_ptr"), F32),
+        **dict.fromkeys(("statistics_ptr", "grad_logsumexp_ptr", "row_terms_ptr", "grad_bias_ptr"), F32),
+        "query_sum_ptr": F32,
+        **dict.fromkeys(
+            (
+                *("B", "H", "R", "M", "N", "K", "E", "F", "tiles", "limit", "rows", "row_programs"),
+                *("first_group", "first_head", "groups", "first_key", "end_key", "tiles_m", "tiles_n"),
+                *("batches", "own_batches", "own_heads", "heads", "steps", "parts", "keys"),
+            ),
+            "i32",
+        ),
+        **dict.fromkeys(("scale", "rescale"), "fp32"),
+        "bias_strides": (0, 0, 0, 0),
+        "grad_bias_strides": STRIDES,
+        "grad_scores_strides": ("i32", "i32", 1),
+        "own": (1, "i32"),
+        "ADD_BIAS": True,
+        "loops": ("i32", 1),
+        "tile_counts": ("i32", "i32"),
+        "SOFTCAP": 0.0,
+        "PRECISION": "bf16x6",
+        "BASE_2": build.half and not build.arguments.get("bias_ptr"),
+        "COLUMN_BIAS": False,
+        "lse_strides": ("i32", "i32", 1),
+        "ADD": True,
+        "SHARED": True,
+        "CUT": bool(build.arguments.get("first_ptr")),
+        "PIECES": 1,
+        **build.arguments,
+    }
+    row_bias_bytes = 0 if given["COLUMN_BIAS"] else BYTES[given["bias_ptr"]]
+    return {**given, **_tile(kernel, given["PIECES"], build.half, build.features, capability, row_bias_bytes)}
+
+
+def _tile(
+    kernel: str, pieces: int, half: bool, features: int, capability: int, row_bias_bytes: int
+) -> dict[str, Any]:
+    from lowtide.ops.attention.triton_backend.tile_sizes import find_tile
+
+    if kernel == "dropout keys":
+        return {"BLOCK": 1024, "warps": 4, "stages": 3}
+    if kernel == "split":
+        return {"BLOCK_M": 4096 // features, "BLOCK_F": features, "warps": 4, "stages": 3}
+    if kernel == "merge parts":
+        return {"warps": 4, "stages": 1}
+    if kernel == "delta":
+        return {"BLOCK_M": 64, "BLOCK_E": 128, "CUT_E": 8, "warps": 4, "stages": 3}
+    kernel = re.sub(r" of \d pieces", "", kernel.removeprefix("delta as "))
+    step = math.gcd(8, features) if half else 1
+    tile = find_tile(kernel, pieces, half, features, features, SHARED[capability], row_bias_bytes, step=step)
+    assert tile is not None
+    return {**tile.constants, "warps": tile.warps, "stages": tile.stages}
+
+
+def _builds() -> dict[str, Build]:
+    builds = {
+        "delta": Build(
+            "ops.attention.triton_backend.kernels.recompute",
+            "delta_kernel",
+            True,
+            128,
+            {"lse_strides": ("i32", "i32", 1)},
+        ),
+        "dropout keys": Build(
+            "ops.attention.triton_backend.kernels.dropout",
+            "dropout_keys_kernel",
+            True,
+            1,
+            {**DROPPED, "seed_ptr": "*i64"},
+        ),
+        "merge parts": Build(
+            "ops.attention.triton_backend.kernels.few_queries",
+            "merge_parts_kernel",
+            True,
+            128,
+            {"BLOCK_M": 8, "BLOCK_E": 128},
+        ),
+        "split": Build("ops.attention.triton_backend.kernels.bf16_split", "split_kernel", False, 64, PIECES),
+    }
+
+    def add(
+        name: str,
+        label: str,
+        half: bool,
+        features: int,
+        arguments: dict[str, Any],
+        targets: tuple[int, ...],
+        count: int = 1,
+    ) -> None:
+        module, kernel, absent = KERNELS[name]
+        if count > 1:
+            name, label = f"{name} of {count} pieces", label.removeprefix(f"{count} pieces, ")
+        own = {**dict.fromkeys(absent), **arguments}
+        label = f"{name}, {label}"
+        builds[label] = Build(module, kernel, half, features, own, targets, SPILLS.get(label, 0))
+
+    kept = {"grad_scores_ptr": "*bf16"}
+    sums = {"grad_query_ptr": F32}
+    for name, label, features, arguments, targets in (
+        ("forward", "128", 128, {}, TARGETS),
+        ("forward", "512", 512, {}, (90,)),
+        ("forward", "all", 64, ALL, (90,)),
+        ("forward", "128, float64 bias", 128, {**BIASED, "bias_ptr": "*fp64"}, TARGETS),
+        ("query", "128", 128, {}, TARGETS),
+        ("query", "128, float64 bias", 128, {**BIASED, "bias_ptr": "*fp64"}, (90,)),
+        ("query", "256", 256, {}, (80,)),
+        ("query", "all", 64, ALL, (90,)),
+        *((name, "padded, 72", 72, PADDED, TARGETS) for name in ("forward", "query", "key and value")),
+        ("query", "own bias, 64", 64, OWN_BIAS, TARGETS),
+        ("query", "own bias, 80", 80, OWN_BIAS, TARGETS),
+        ("query", "own bias, all", 64, {**ALL, "grad_bias_ptr": F32}, (90,)),
+        ("key and value", "128", 128, {}, TARGETS),
+        ("key and value", "all", 64, ALL, (90,)),
+        ("key and value", "keeping scores, 64", 64, {**kept, **BIASED}, (90,)),
+        ("key and value", "keeping scores, 128", 128, {**kept, **BIASED}, (80,)),
+        ("key and value", "keeping scores, all", 64, {**kept, "grad_z_ptr": "*bf16", **ALL}, (90,)),
+        ("key", "256", 256, {}, (80,)),
+        ("value", "256", 256, {}, (80,)),
+        ("value", "keeping scores, 256", 256, {**kept, **BIASED}, TARGETS),
+        ("scores", "512", 512, {**kept, "weight_ptr": "*bf16"}, (90,)),
+        ("scores", "300, all", 300, {**kept, "grad_z_ptr": "*bf16", **ALL}, TARGETS),
+        ("query of scores", "64", 64, {**kept, "ADD": False}, (90,)),
+        ("query of scores", "512", 512, {**kept, "ADD": False}, (90,)),
+        ("query of scores", "300, all", 300, {**kept, **sums, **MASKED}, (80,)),
+        ("key and value of scores", "512", 512, {**kept, **VALUE, "weight_ptr": "*bf16"}, (90,)),
+        (
+            "key and value of scores",
+            "300, all",
+            300,
+            {**kept, **VALUE, "weight_ptr": "*bf16", **MASKED},
+            (80,),
+        ),
+        ("bias of scores", "64", 64, kept, TARGETS),
+        ("few queries", "128", 128, {**MASKED, "part_ptr": None, "part_sums_ptr": None}, TARGETS),
+        ("few queries", "256", 256, MASKED, (90,)),
+        ("few queries", "all", 64, ALL, TARGETS),
+        ("problem forward", "32", 32, {**BIASED, "bias_ptr": "*bf16"}, TARGETS),
+        ("problem gradient", "32", 32, {**BIASED, "bias_ptr": "*bf16"}, (90,)),
+        ("problem gradient", "all", 64, {**ALL, "SHARED": False}, TARGETS),
+        ("wide problem gradient", "32", 32, {**OWN_BIAS, "SHARED": False}, TARGETS),
+        ("wide problem gradient", "all", 64, {**ALL, "SHARED": False}, TARGETS),
+        ("short bias", "64", 64, {**BIASED, "bias_ptr": "*bf16"}, (90,)),
+        ("short bias", "all", 64, ALL, TARGETS),
+        ("query", "32, all", 32, ALL, (90,)),
+        ("key and value", "keeping scores, 32, all", 32, {**kept, "grad_z_ptr": "*bf16", **ALL}, (90,)),
+    ):
+        add(name, f"half, {label}", True, features, arguments, targets)
+    add("query", "float32, 64", False, 64, {}, TARGETS)
+    add("problem gradient", "float32, 32", False, 32, BIASED, TARGETS)
+    add("short bias", "float32, 32", False, 32, BIASED, TARGETS)
+    add("whole problem", "float32, 32", False, 32, BIASED, TARGETS)
+    add("whole problem", "float32, all", False, 32, ALL, TARGETS)
+    add("bias of scores", "float32, 64", False, 64, {"grad_scores_ptr": F32}, (90,))
+    dlse = {"lse_strides": ("i32", "i32", 1)}
+    add("delta as query", "float32, 64", False, 64, dlse, TARGETS)
+    kept = {"grad_scores_ptr": F32}
+    for count in (2, 3):
+        pieces = {"PIECES": count, **{f"{name}_ptr": "*bf16" for name in OPERANDS}}
+        pieces |= {f"{name}_strides": (*STRIDES, "i32") for name in OPERANDS}
+        whole = {f"{name}_ptr": F32 for name in OPERANDS} | {f"{name}_strides": STRIDES for name in OPERANDS}
+        for name, label, features, arguments, targets in (
+            ("forward", "64", 64, {}, (90,)),
+            ("forward", "128, all", 128, ALL, (90, 80) if count == 3 else (90,)),
+            ("forward", "256, all", 256, ALL, (90,)),
+            ("key and value", "keeping scores, 64", 64, kept, (90,)),
+            ("key and value", "keeping scores, 64, all", 64, {**kept, "grad_z_ptr": F32, **ALL}, (80,)),
+            ("value", "keeping scores, 128", 128, kept, TARGETS),
+            ("value", "keeping scores, 512, all", 512, {**kept, **ALL}, (80,)),
+            ("delta as key and value", "64", 64, dlse, (90,)),
+            ("delta as value", "128", 128, dlse, TARGETS),
+            ("delta as value", "512, all", 512, {**dlse, **ALL}, TARGETS),
+            ("query of scores", "128", 128, {**kept, "ADD": False}, (90,)),
+            ("query of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
+            ("key and value of scores", "128", 128, kept, (90,)),
+            ("key and value of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
+        ):
+            if count == 2 and name.startswith("delta"):
+                continue  # three pieces alone are so exact
+            if count == 2 and name == "value" and features == 128:
+                name, arguments = "key and value", kept
+                if targets == TARGETS:
+                    targets = (90,)
+            once = LOADED_ONCE.get(name, ()) if features <= 128 else ()
+            split_here = {key: given for key, given in whole.items() if key.startswith(once)} if once else {}
+            own = {**pieces, **split_here, **arguments}
+            add(name, f"{count} pieces, {label}", False, features, own, targets, count)
+    column = {"bias_ptr": "*bf16", "bias_strides": ("i32", "i32", "i32", 1), "COLUMN_BIAS": True}
+    builds["forward, half, few features"] = Build(
+        "ops.attention.triton_backend.kernels.forward", "forward_kernel", True, 24, column, (90,)
+    )
+    unknown = {"K": "i32?", "E": "i32?"}
+    for name, strides in (
+        ("forward", ("query", "key", "value", "out")),
+        ("query", ("query", "key", "value", "grad_output", "grad_query")),
+        ("key and value", ("query", "key", "value", "grad_output", "grad_key", "grad_value")),
+    ):
+        rows = {f"{each}_strides": ("i32?", "i32?", "i32?", 1) for each in strides}
+        add(name, f"half, {IN_VECTORS}", True, 72, {**unknown, **rows}, (90,))
+    return builds
+
+
+IN_VECTORS = "72, of which Triton knows no divisor"
+BUILDS = _builds()
+# Builds that another build covers (tests/support/ahead_of_time.py).
+LEFT_OUT = {
+    80: (
+        "delta as query, float32, 64",
+        "delta as value of 3 pieces, 512, all",
+        "query, half, 128",
+        "key and value, half, 128",
+        "key, half, 256",
+        "value, half, 256",
+        "value, half, keeping scores, 256",
+        "key and value of 2 pieces, keeping scores, 64, all",
+        "value of 2 pieces, keeping scores, 512, all",
+        "query of scores of 2 pieces, 300, all",
+        "key and value of scores, half, 300, all",
+        "key and value of scores of 2 pieces, 300, all",
+        "key and value of 3 pieces, keeping scores, 64, all",
+        "value of 3 pieces, keeping scores, 128",
+        "value of 3 pieces, keeping scores, 512, all",
+        "query of scores of 3 pieces, 300, all",
+    ),
+    90: (
+        "delta as query, float32, 64",
+        "delta as key and value of 3 pieces, 64",
+        "delta as value of 3 pieces, 128",
+        "forward, half, 128",
+        "forward, half, all",
+        "query, half, 128",
+        "key and value, half, 128",
+        "key and value, half, all",
+        "key and value, half, keeping scores, 64",
+        "scores, half, 300, all",
+        "query of scores, half, 64",
+        "query of scores, half, 512",
+        "query, float32, 64",
+        "forward of 2 pieces, 64",
+        "forward of 2 pieces, 128, all",
+        "forward of 2 pieces, 256, all",
+        "key and value of 2 pieces, keeping scores, 64",
+        "key and value of 2 pieces, keeping scores, 128",
+        "query of scores of 2 pieces, 128",
+        "key and value of scores of 2 pieces, 128",
+        "forward of 3 pieces, 128, all",
+        "forward of 3 pieces, 256, all",
+        "value of 3 pieces, keeping scores, 128",
+        "key and value of scores of 3 pieces, 128",
+    ),
+}
+
+
+def resources(name: str, build: Build, capability: int) -> dict[str, Any]:
+    kernel = getattr(importlib.import_module(f"lowtide.{build.module}"), build.kernel)
+    given = _given(build, name.split(",")[0], capability)
+    options = {"num_warps": given.pop("warps"), "num_stages": given.pop("stages")}
+    found, ttgir = compiled(kernel, given, capability, options)
+    widths = {int(width) for width in re.findall(r"swizzlingByteWidth = (\d+)", ttgir)}
+    copies = ttgir.count("async_copy_global_to_local")
+    return {**found, "warps": options["num_warps"], "row_bytes": sorted(widths), "copies": copies}
+
+
+if __name__ == "__main__":
+    print_all(BUILDS, resources)

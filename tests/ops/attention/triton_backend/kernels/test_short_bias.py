@@ -1,0 +1,140 @@
+"""The gradient of a bias of short problems, from scores that are computed again: through the
+interpreter on the CPU, for real on a GPU. The same truth and budget as the other kernels have."""
+
+import pytest
+import torch
+
+from lowtide import attn_bias as masks
+from tests.ops.attention.definition.test_layouts import poisoned
+from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.support.loss import skip_unless_runnable
+
+pytest.importorskip("triton")
+shared = pytest.importorskip("lowtide.ops.attention.triton_backend.launch_small_problems")
+
+pytestmark = INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """Gives the number of launches so far, of runs as short as they can be."""
+    monkeypatch.setattr(shared, "BIAS_PROGRAMS", 1 << 20)
+    found = []
+    launch = shared.short_bias_gradient
+    monkeypatch.setattr(shared, "short_bias_gradient", lambda call: found.append(launch(call)))
+    return found
+
+
+CASES = {
+    "plain": {},
+    "causal": {"mask": masks.LowerTriangularMask()},
+    "local": {"mask": masks.LocalAttentionFromBottomRightMask(3, 2)},  # tiles that nobody sees
+    "soft cap": {"softcap": 2.0, "scale": 0.8},
+    "dropout": {"p": 0.4, "seed": 9},
+    "shared key heads": {"H": 4, "G": 2, "E": 5},
+    "many features": {"K": 50, "E": 64, "H": 1},
+    "extreme scores": {"spread": 300.0},
+    "negative scale": {"scale": -0.6},
+    "one batch, heads share": {"B": 1, "bias": (0, 0, 1, 1), "mask": masks.LowerTriangularMask()},
+    "own of each batch, heads share": {"bias": (1, 0, 1, 1), "H": 4, "G": 2, "softcap": 2.0},
+}  # fmt: skip
+
+
+def case_of(device, **more):
+    return make_case(
+        **({"B": 3, "M": 70, "N": 75, "H": 2, "bias": (0, 1, 1, 1), "dtype": torch.float16} | more),
+        device=device,
+    )
+
+
+def run(case, launches):
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(device, launches, name):
+    skip_unless_runnable("triton", device)
+    run(case_of(device, **CASES[name]), launches)
+
+
+@pytest.mark.parametrize("programs", [1, 24, 1 << 20])
+@pytest.mark.parametrize("shape", [(0, 1, 1, 1), (0, 0, 1, 1), (1, 0, 1, 1)], ids=str)
+def test_runs(device, launches, monkeypatch, shape, programs):
+    """One run, some and as many as there are scores."""
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(shared, "BIAS_PROGRAMS", programs)
+    run(case_of(device, bias=shape), launches)
+
+
+def test_parts_have_a_bound(device, launches, monkeypatch):
+    """Beside the bias's gradient runs hold at most BIAS_PROGRAMS tiles, for any number of them."""
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr(shared, "BIAS_PROGRAMS", 6)
+    new, most = torch.Tensor.new_empty, [0]
+
+    def counted(tensor, *size, **options):
+        made = new(tensor, *size, **options)
+        if options.get("dtype") == torch.float32:
+            most.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", counted)
+    for B, shape in ((1, (0, 0, 1, 1)), (3, (1, 0, 1, 1)), (40, (0, 1, 1, 1))):
+        case = case_of(device, B=B, M=64, N=64, bias=shape)
+        differentiate(ours, case, make_upstream(case), backend="triton")
+    assert 0 < max(most) <= 6 * 64 * 64 * 4
+    assert len(launches) == 3
+
+
+def test_bias_alone(device, launches):
+    skip_unless_runnable("triton", device)
+    case = case_of(device)
+    for name, leaf in case.leaves().items():
+        leaf.requires_grad_(name == "bias")
+    run(case, launches)
+
+
+@pytest.mark.parametrize("more", [{}, {"mask": masks.LowerTriangularMask(), "p": 0.4, "seed": 9}], ids=str)
+def test_float32(device, launches, monkeypatch, more):
+    """Where each problem has a program for its other gradients."""
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr("lowtide.ops.attention.triton_backend.launch_backward.PROBLEMS", 1)
+    run(case_of(device, dtype=torch.float32, **more), launches)
+
+
+@pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions", "expanded"])
+def test_strides(device, launches, how):
+    skip_unless_runnable("triton", device)
+    case = case_of(device)
+    views = (poisoned(leaf.detach(), how).requires_grad_() for leaf in case.leaves().values())
+    case = type(case)(*views, mask=masks.LowerTriangularMask())
+    of_out, of_lse = make_upstream(case)
+    upstream = (poisoned(of_out, how), of_lse)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"B": 1}, {"K": 65}, {"bias": (1, 1, 1, 1)}, {"bias": (0, 1, 0, 1)}, {"dtype": torch.float32}],
+    ids=str,
+)
+def test_other_ways(device, launches, monkeypatch, more):
+    """Batches that share no bias, of more than a few scores; and what has no such kernel."""
+    skip_unless_runnable("triton", device)
+    monkeypatch.setattr("lowtide.ops.attention.triton_backend.launch_backward.FEW_SCORES", 0)
+    case = case_of(device, **more)
+    upstream = make_upstream(case)
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    assert not launches
+
+
+def test_same_call_same_bits(device):
+    skip_unless_runnable("triton", device)
+    case = case_of(device, p=0.3, seed=5)
+    upstream = make_upstream(case)
+    first, second = (differentiate(ours, case, upstream, backend="triton") for _ in range(2))
+    for name, part in first.items():
+        assert torch.equal(part, second[name]), name

@@ -1,0 +1,398 @@
+"""Ignored rows on the path without a pass over the logits: kernels end before them, and nobody on
+the host knows how many there are.
+
+On the CPU through Triton's interpreter, as in test_exponentials.py; memory that nothing has written
+holds NaN (tests/support/unwritten.py).
+
+Shapes: N tokens, D features, V classes; C tokens of a chunk.
+"""
+
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+from tests.support.loss import (
+    check_log_probs,
+    differentiate,
+    differentiate_log_probs,
+    fused,
+    fused_log_probs,
+    make_inputs,
+    no_synchronisation,
+    planned,
+    workspace_for,
+)
+
+pytest.importorskip("triton")
+
+from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gradient, spec
+from lowtide.ops.linear_cross_entropy.engines.gemm import counted_rows_triton
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
+from lowtide.ops.linear_cross_entropy.operator import planner
+from lowtide.ops.linear_cross_entropy.planning import remembered
+from tests.ops.linear_cross_entropy.on_exponentials import (
+    dtype_on,
+    everywhere,  # noqa: F401
+    run,
+    with_options,
+)
+from tests.ops.linear_cross_entropy.options.test_several_terms import in_terms
+from tests.ops.linear_cross_entropy.planning.test_workspace_size import planned_on_hopper
+from tests.support.cuda_graphs import captured
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+N, V = 75, 101
+PATTERNS = ["none", "all", "all but one", "one", "prefixes", "suffix", "random"]
+
+
+@pytest.fixture(autouse=True)
+def _any_number_of_tokens(monkeypatch):
+    """Nor of features; in each way to dW but class blocks, whose GEMMs then read cleared rows."""
+    monkeypatch.setattr(spec, "FEWEST_TOKENS", 1)
+    monkeypatch.setattr(spec, "FEWEST_FEATURES", 1)
+    monkeypatch.setattr(spec, "SKIPPING", ("packed", "accumulate", "single_product"))
+    remembered.forget()
+    yield
+    remembered.forget()
+
+
+def ignored(pattern: str, N: int = N) -> torch.Tensor:
+    row_N = torch.arange(N)
+    return {
+        "none": row_N < 0,
+        "all": row_N >= 0,
+        "all but one": row_N != 2 * N // 3,
+        "one": row_N == N // 2,
+        "prefixes": row_N % 25 < 18,
+        "suffix": row_N >= N // 3,
+        "random": torch.rand(N, generator=torch.Generator().manual_seed(1)) < 0.8,
+    }[pattern]
+
+
+def with_ignored(inputs, pattern: str, ignore_index: int = -100):
+    ignored_N = ignored(pattern, inputs.target.numel()).to(inputs.target.device)
+    target = torch.randint(inputs.linear_weight.shape[0], inputs.target.shape, device=inputs.target.device)
+    return replace(inputs, target=target.masked_fill(ignored_N.view(target.shape), ignore_index))
+
+
+def inputs_for(device: str, pattern: str, tokens: int = N, **more):
+    inputs = make_inputs(tokens, 24, V, device=device, **{"dtype": dtype_on(device), **more})
+    return with_ignored(inputs, pattern)
+
+
+# The order of rows.
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("rows", [1, 75, 3000])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_order_of_rows(device, monkeypatch, pattern, rows, dtype):
+    monkeypatch.setattr(counted_rows_triton, "BLOCK", 256)
+    monkeypatch.setattr(counted_rows_triton, "WIDTH", 1024)
+    ignored_N = ignored(pattern, rows)
+    label_N2 = torch.full((rows, 2), 7, dtype=dtype)
+    label_N2[:, 1] = torch.where(ignored_N, 255 if dtype == torch.uint8 else -100, torch.arange(rows) % 250)
+    label_N = label_N2.to(device)[:, 1]  # not side by side
+    ignore_index = 255 if dtype == torch.uint8 else -100
+    order = counted_rows_triton.order_rows(label_N, ignore_index)
+    assert order.row_N.tolist() == ignored_N.to(torch.uint8).argsort(stable=True).tolist()
+    assert torch.equal(order.place_N[order.row_N].cpu(), torch.arange(rows))
+    assert order.number.tolist() == [max(1, rows - int(ignored_N.sum()))]
+
+
+# Results.
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_patterns(device, pattern, reduction):
+    inputs = inputs_for(device, pattern)
+    upstream = torch.randn(N, device=device) if reduction == "none" else -0.5
+    run(inputs, reduction=reduction, upstream=upstream)
+    assert planned(inputs, None, backend="triton").skips_ignored
+
+
+@pytest.mark.parametrize("pattern", ["all", "prefixes"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", ["accumulate", "packed", "single_product"])
+def test_ways_and_chunks(device, monkeypatch, kind, reduction, pattern):
+    """In several chunks, of which the last ones have no row that counts; or at once."""
+    few = kind == "single_product"
+    tokens = 16 * N if device == "cuda" else N  # a chunk of a packed sum has hundreds of rows there
+    monkeypatch.setattr(planner, "CLASSES_PER_TOKEN", 0 if few else 1 << 20)
+    inputs = inputs_for(device, pattern, tokens, dtype=torch.bfloat16, class_weight=True)
+    if kind == "accumulate":
+        inputs = replace(inputs, linear_weight=inputs.linear_weight.detach().float().requires_grad_())
+    planning = {"backend": "triton", "compute_dtype": torch.bfloat16}
+    workspace = 1 << 24
+    if not few:
+
+        def accepted(plan):
+            return plan.weight_gradient == kind and tokens // 4 <= plan.rows < tokens
+
+        workspace = workspace_for(inputs, accepted, **planning)
+    plan = planned(inputs, workspace, **planning)
+    assert plan.skips_ignored
+    assert plan.weight_gradient == kind
+    assert (plan.rows >= tokens) == few
+    upstream = torch.randn(tokens, device=device) if reduction == "none" else -0.5
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = differentiate(
+            fused, inputs, upstream, backend="triton", workspace=workspace, reduction=reduction
+        )
+    spec.FEWEST_TOKENS = 1 << 40  # undone by the fixture
+    remembered.forget()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        expected = differentiate(
+            fused, inputs, upstream, backend="triton", workspace=workspace, reduction=reduction
+        )
+    assert torch.equal(found["loss"].isnan(), expected["loss"].isnan())
+    for name, part in found.items():
+        torch.testing.assert_close(part, expected[name], rtol=2**-7, atol=1e-3, equal_nan=True, msg=name)
+    assert not found["input"][ignored(pattern, tokens).to(device)].any()
+
+
+OPTIONS = [
+    {"label_smoothing": 0.1},
+    {"softcap": 3.0},
+    {"z_loss": 0.02, "label_smoothing": 0.3, "logit_scale": -1.3},
+    {"z_loss": 0.02, "softcap": 5.0, "logit_scale": 1.7},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_options(device, options, reduction, learned):
+    inputs, options, upstream = with_options(device, options, reduction, learned, D=24)
+    inputs = with_ignored(inputs, "prefixes")
+    run(inputs, reduction=reduction, upstream=upstream, **options)
+
+
+@pytest.mark.parametrize("pattern", ["all", "prefixes", "none"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_log_probs(device, pattern, learned):
+    inputs = inputs_for(device, pattern, bias=learned)
+    upstream = [torch.randn(N, device=device) for _ in range(3)]
+    actual = differentiate_log_probs(fused_log_probs, inputs, upstream, backend="triton")
+    check_log_probs(actual, inputs, upstream)
+
+
+def test_row_weights(device):
+    inputs = with_ignored(make_inputs(N, 24, V, device=device, dtype=dtype_on(device)), "random")
+    inputs = replace(
+        inputs, row_weight=torch.rand(N, device=device).masked_fill(inputs.target < 0, torch.nan)
+    )
+    run(inputs)
+
+
+def test_two_terms_and_leading_dimensions(device):
+    """The narrow second term, and an input that has no view [N, D]."""
+    inputs = inputs_for(device, "prefixes")
+    upstream = torch.randn(N, device=device)
+    options = {"backend": "triton", "reduction": "none"}
+    from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
+
+    found = differentiate(in_terms(cross_entropy, (16, 8)), inputs, upstream, **options)
+    wider = torch.randn(5, 20, 24, device=device, dtype=inputs.input.dtype)
+    with torch.no_grad():
+        wider[:, :15] = inputs.input.view(5, 15, 24)
+    sliced = replace(inputs, input=wider[:, :15].requires_grad_(), target=inputs.target.view(5, 15))
+    other = differentiate(fused, sliced, upstream.view(5, 15), **options)
+    expected = differentiate(fused, inputs, upstream, **options)
+    for name, part in expected.items():
+        torch.testing.assert_close(other[name].view(part.shape), part, rtol=0, atol=0)
+        torch.testing.assert_close(found[name], part, rtol=2**-6, atol=2e-2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}], ids=str)
+def test_poison_in_ignored_rows(device, reduction, options):
+    """Rows that do not count are not read: what they hold reaches nothing, not even dW."""
+    inputs = inputs_for(device, "prefixes", bias=True)
+    upstream = torch.randn(N, device=device) if reduction == "none" else 1.0
+    options = {"backend": "triton", "reduction": reduction, **options}
+    expected = differentiate(fused, inputs, upstream, **options)
+    with torch.no_grad():
+        inputs.input[ignored("prefixes").to(device)] = torch.nan
+    found = differentiate(fused, inputs, upstream, **options)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _in_one_order(a, b, dtype=None):
+    return (a[:, :, None].astype(dtype) * b[None].astype(dtype)).sum(1)
+
+
+def test_bits_of_other_rows(device, monkeypatch):
+    """Which rows are ignored changes no bit of another row's loss and of its dX.
+
+    In the interpreter a product's bits are those of NumPy's BLAS, which on some processors depend
+    on the row's place in a tile. So there each number is summed in one order.
+    """
+    if device == "cpu":
+        monkeypatch.setattr(numpy, "matmul", _in_one_order)
+    inputs, upstream = inputs_for(device, "none"), torch.randn(N, device=device)
+    options = {"backend": "triton", "reduction": "none"}
+    expected = differentiate(fused, inputs, upstream, **options)
+    for pattern in ("random", "suffix", "one"):
+        kept = ~ignored(pattern).to(device)
+        fewer = replace(inputs, target=inputs.target.masked_fill(~kept, -100))
+        found = differentiate(fused, fewer, upstream, **options)
+        assert torch.equal(found["loss"][kept], expected["loss"][kept])
+        assert torch.equal(found["input"][kept], expected["input"][kept])
+        assert not found["loss"][~kept].any()
+        assert not found["input"][~kept].any()
+
+
+def test_class_blocks_take_all_rows(device):
+    inputs = inputs_for(device, "prefixes", dtype=torch.bfloat16)
+
+    def by_class(plan):
+        return plan.weight_gradient == "class_blocks"
+
+    workspace = workspace_for(inputs, by_class, backend="triton")
+    assert not planned(inputs, workspace, backend="triton").skips_ignored
+    run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
+
+
+def test_which_calls_skip(monkeypatch):
+    """Those that were measured, and take no longer if no row is ignored."""
+    monkeypatch.undo()
+    skips = {
+        sizes: planned_on_hopper(monkeypatch, *sizes, torch.bfloat16, workspace)[0].skips_ignored
+        for sizes, workspace in (
+            ((16384, 4096, 128256), 1 << 30),
+            ((16384, 4096, 131072), 1 << 26),  # class blocks
+            ((4096, 4096, 128256), 1 << 30),
+            ((32768, 768, 50264), 1 << 30),
+        )
+    }
+    assert [*skips.values()] == [True, False, False, False]
+
+
+# Kernels end early.
+
+
+def chunk_of(device: str, counted: int, C: int, first_place: int = 0) -> CountedChunk:
+    row_C = torch.arange(C, device=device).flip(0)
+    number = torch.tensor([first_place + counted], dtype=torch.int32, device=device)
+    return CountedChunk(row_C, number, first_place)
+
+
+@pytest.mark.parametrize("first_place", [0, 64])
+@pytest.mark.parametrize("counted", [0, 1, 16, 37])
+def test_exponentials_end_early(device, counted, first_place):
+    tile = gemm.tiles.BLOCK_C
+    C, dtype = 5 * tile, dtype_on(device)
+    counted = counted * tile // 16
+    x_CD, weight_BD = torch.randn(C, 24, device=device).to(dtype), torch.randn(V, 24, device=device).to(dtype)
+    outs = [torch.full((C, 104), 7.0, dtype=dtype, device=device) for _ in range(2)]
+    target_C = torch.zeros(C, dtype=torch.long, device=device)
+    reference_C = torch.zeros(C, device=device)
+    for out_CB, chunk in zip(outs, (CountedChunk(), chunk_of(device, counted, C, first_place))):
+        exponentials = gemm.Exponentials(
+            (x_CD, weight_BD), reference_C=reference_C, target_C=target_C, out_CB=out_CB[:, :V],
+            transform=gemm.NO_TRANSFORM, counted=chunk,
+        )  # fmt: skip
+        exponentials.run(sums=exponentials.partials())
+    done = -(-counted // tile) * tile
+    assert torch.equal(outs[1][:done], outs[0][:done])
+    assert (outs[1][done:] == 7).all()
+
+
+@pytest.mark.parametrize("counted", [0, 1, 40])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_packed_product_ends_early(device, counted, add, last):
+    """Of the rows up to the count. If there are none, and none to be rounded, none is touched."""
+    if last and not add:
+        pytest.skip("a single chunk has its rounding apart")
+    C, D = 64, 32
+    exp_CV = torch.rand(C, 104, device=device).bfloat16()
+    x_CD = torch.randn(C, D, device=device).bfloat16()
+    x_CD[counted:] = 0
+    block = packed_triton.BLOCK_C
+    exp_CV[-(-counted // block) * block :] = torch.nan  # a block of rows is read whole
+    if device == "cpu":
+        exp_CV, x_CD = exp_CV.float(), x_CD.float()
+    pair_VP = torch.randint(1 << 20, (104, D // 2), dtype=torch.int32, device=device)
+    low_VP = torch.zeros(104, D // 2, dtype=torch.int16, device=device).view(torch.uint16)
+    factor = torch.tensor(0.5, device=device) if last else None
+    rounding = (factor, None, None)
+    found, expected = (pair_VP.clone(), low_VP.clone()), (pair_VP.clone(), low_VP.clone())
+    chunk = chunk_of(device, counted, C)
+    packed_triton.add_product(*found, exp_CV, x_CD, add=add, counted=chunk, rounding=rounding)
+    packed_triton.add_product(*expected, exp_CV.nan_to_num(1.0), x_CD, add=add, rounding=rounding)
+    if counted == 0 and add and not last:
+        assert torch.equal(found[0], pair_VP)
+    else:
+        assert torch.equal(found[0], expected[0])
+
+
+@pytest.mark.parametrize("counted", [0, 1, 37])
+def test_input_gradient_ends_early(device, counted):
+    """Rows lie where the order says; others are left as they are."""
+    C, D, dtype = 80, 48, dtype_on(device)
+    exp_CV = torch.rand(C, 104, device=device).to(dtype)[:, :V]
+    weight_VD = torch.randn(V, D, device=device).to(dtype)
+    target_C = torch.randint(V, (C,), device=device)
+    ignored_C = torch.arange(C, device=device) >= max(counted - 1, 0)
+    scale_C, coef_C, factor = torch.rand(C, device=device), torch.randn(C, device=device), torch.tensor(0.5)
+    out_CD = torch.full((C, D), 7.0, device=device, dtype=dtype)
+    chunk = chunk_of(device, counted, C)
+    rest = (None, None, factor.to(device), out_CD, chunk)
+    input_gradient.input_gradient(exp_CV, weight_VD, target_C, ignored_C, scale_C, coef_C, *rest)
+    product_CD = exp_CV.double() @ weight_VD.double()
+    expected_CD = scale_C[:, None] * product_CD
+    expected_CD += coef_C[chunk.row_C, None] * weight_VD[target_C].double()
+    expected_CD = (0.5 * expected_CD).masked_fill(ignored_C[:, None], 0)
+    found_CD = out_CD[chunk.row_C]  # rows of the matrix, in the order of places
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(
+        found_CD[:counted].double(), expected_CD[:counted], rtol=tolerance, atol=tolerance
+    )
+    assert (found_CD[counted:] == 7).all()
+
+
+@pytest.mark.parametrize("counted", [0, 1, 37])
+def test_rows_are_gathered_and_cleared(device, counted):
+    x_ND = torch.randn(80, 24, device=device)
+    chunk = chunk_of(device, counted, 80)
+    x_CD = torch.empty_like(x_ND)
+    row_kernels.gather_rows(x_CD, x_ND, chunk)
+    assert torch.equal(x_CD[:counted], x_ND.flip(0)[:counted])
+    assert not x_CD[counted:].any()
+    exp_CB = torch.full((80, 40), torch.nan, device=device)
+    row_kernels.clear_rows(exp_CB[:, :33], chunk)
+    exp_CB = exp_CB[chunk.row_C]
+    assert exp_CB[:counted].isnan().all()
+    assert not exp_CB[counted:, :33].any()
+    assert exp_CB[:, 33:].isnan().all()
+
+
+# On a card.
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_synchronisation_and_graphs(reduction):
+    inputs = with_ignored(make_inputs(2048, 64, 8200, device="cuda", dtype=torch.bfloat16), "prefixes")
+    leaves = tuple(inputs.leaves().values())
+
+    def step():
+        loss = fused(inputs, reduction=reduction)
+        return loss.detach(), *torch.autograd.grad(loss.sum(), leaves)
+
+    step()
+    with no_synchronisation("cuda"):
+        step()
+    graph, found = captured(step)
+    for pattern in ("none", "random", "all but one"):
+        inputs.target.copy_(with_ignored(inputs, pattern).target)
+        graph.replay()
+        assert all(map(torch.equal, found, step()))

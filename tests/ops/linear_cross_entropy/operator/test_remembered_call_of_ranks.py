@@ -1,0 +1,104 @@
+"""A call of a head that is divided over ranks, or that FSDP2 shards, never goes straight to an
+engine: its ranks have to agree first, and its errors are told to all of them.
+
+One rank alone, whose parts are whole. Shapes: D features, V classes.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lowtide
+from lowtide.ops.linear_cross_entropy.operator import remembered_call
+from tests.ops.linear_cross_entropy.operator.test_remembered_call import (
+    D,
+    V,
+    check,
+    interpreter,
+    tensors,
+    went,
+)
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+    ),
+]
+__all__ = ["interpreter", "went"]  # fixtures
+
+
+@pytest.fixture
+def new_mesh(device, tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield lambda: init_device_mesh(device, (1,))
+    dist.destroy_process_group()
+
+
+def on_mesh(tensor, mesh, placement):
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.detach(), mesh, [placement]).requires_grad_(tensor.requires_grad)
+
+
+def ways(new_mesh, x, w, target):
+    """The arguments and options of divided calls, by name; the tensors are alike otherwise."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, group = new_mesh(), dist.group.WORLD
+    divided = on_mesh(w, mesh, Shard(0))
+    shards = torch.nn.Linear(D, V, bias=False, device=x.device)
+    lowtide.shard_head(shards, new_mesh(), head=shards)
+    return {
+        "group": ((x, w, target), {"group": group}),
+        "first class": ((x, w, target), {"group": group, "first_class": 0, "num_classes": V}),
+        "tokens": ((x, w, target), {"group": group, "tokens_sharded": True}),
+        "segments": ((x, w, target), {"segments": 4}),
+        "weight": ((x, divided, target), {}),
+        "all": (
+            (on_mesh(x, mesh, Replicate()), divided, on_mesh(target, mesh, Replicate())),
+            {},
+        ),
+        "shard_head": ((x, shards.weight, target), {}),
+    }
+
+
+def test_never_straight(device, new_mesh, went):
+    """Not even after a plain call of the same shapes, which is remembered."""
+    x, w, target = tensors(device)
+    check(x, w, target)
+    known = dict(remembered_call._calls)
+    assert any(known.values())
+    for name, (given, options) in ways(new_mesh, x, w, target).items():
+        went.clear()
+        for _ in range(3):
+            loss = lowtide.linear_cross_entropy(*given, backend="triton", **options)
+            loss.backward()
+        assert went == ["operator"] * 3, name
+        assert remembered_call._calls == known, name
+    went.clear()
+    check(x, w, target)
+    assert went == ["straight", "straight"]
+
+
+def test_checks_of_fsdp_stay(device, new_mesh, went):
+    """A gathered parameter whose gradient nobody reduces is refused, even if remembered."""
+    from torch.distributed.fsdp import fully_shard
+
+    x, w, target = tensors(device)
+    check(x, w, target)
+    head = torch.nn.Linear(D, V, bias=False, device=device)
+    alone = copy.deepcopy(head)
+    fully_shard(head, mesh=new_mesh())
+    with pytest.raises(ValueError, match="must be the parameter itself"):
+        lowtide.linear_cross_entropy(x, head.weight.full_tensor(), target, backend="triton")
+    for weight in (head.weight, alone.weight):
+        lowtide.linear_cross_entropy(x, weight, target, backend="triton").backward()
+    torch.testing.assert_close(head.weight.grad.full_tensor(), alone.weight.grad)
