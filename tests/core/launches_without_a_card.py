@@ -78,7 +78,7 @@ def _gluon_kernel(out_ptr, box, N, BLOCK: gl.constexpr):
 
 
 def gluon_cases():
-    """Boxes that lie otherwise, in sizes, in dtypes or in shared memory, and one that lies alike."""
+    """Boxes of other sizes, dtypes and layouts, and one that lies as another does."""
     memory = torch.zeros(64, 64)
     out, half = torch.zeros(128, dtype=torch.int32), memory.bfloat16()
     for tensor, block, kind in (

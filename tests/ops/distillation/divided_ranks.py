@@ -300,11 +300,13 @@ def errors() -> None:
     leaf = x.clone().requires_grad_()
     rows = {"reduction": "none"}
     two = [call(x=leaf, **rows)() for _ in range(2)]
-    assert "the call that backward belongs to" in raised(two[rank == last].sum().backward)
+    message = raised(two[rank == last].sum().backward)
+    assert "the call that backward belongs to" in message, message
     loss = call(x=leaf, **rows)()
     message = raised(lambda: torch.autograd.grad(loss.sum(), leaf, create_graph=rank == last))
-    assert "first derivatives by backward alone" in message
-    assert "first derivatives by backward alone" in raised(lambda: torch.func.grad(lambda x: call(x=x)())(x))
+    assert "first derivatives by backward alone" in message, message
+    message = raised(lambda: torch.func.grad(lambda x: call(x=x)())(x))
+    assert "first derivatives by backward alone" in message, message
     mean = call(x=leaf)()
     mean.backward(retain_graph=True)
     first = leaf.grad.clone()

@@ -6,10 +6,14 @@ bytes per weight would leave too few rows per chunk; or no sum, if one chunk has
 choose.py has their protocol, WeightAccumulator, and chooses one. in_torch.py has those that are not
 Triton's.
 
+A kernel on the Gluon pipeline takes all multiprocessors until it ends, so a collective beside it
+would begin or end alone. While one runs, a first part of the classes leaves it some.
+
 Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order
 of class.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +28,12 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     target_rows,
 )
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
+
+# What a sum over ranks takes beside a product (decision 0068): its kernel's blocks, and
+# the bytes a second that it moves.
+SPARED, LINK_SPEED = 32, 3e11  # decision 0068
+MULTIPROCESSORS, GEMM_SPEED = 132, 7e14  # those of cost_model.py
+CLASSES = 128  # of a tile
 
 
 class TritonFloatSum(in_torch.FloatSum):
@@ -45,8 +55,9 @@ class PackedSum:
 
     factor, ends_early = None, True
 
-    def __init__(self, gradient_VD: Tensor, applied: Tensor, *, bits: int) -> None:
-        self.pair_VP = gradient_VD.view(torch.int32)
+    def __init__(self, gradient_VD: Tensor, applied: Tensor, *, bits: int, beside: int = 0) -> None:
+        """`beside`: the bytes that are summed over ranks while each product is added."""
+        self.pair_VP, self.beside = gradient_VD.view(torch.int32), beside
         self.low_VP = torch.empty_like(self.pair_VP, dtype={24: torch.uint16, 20: torch.uint8}[bits])
         self.applied = applied
         self.outer: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -79,8 +90,33 @@ class PackedSum:
     def _add(self, exp_CV: Tensor, x_CD: Tensor, **options: Any) -> None:
         """Add a GEMM on the Gluon pipeline if it fits, else in Triton."""
         sums = (self.pair_VP, self.low_VP)
-        add = add_in_pipeline if pipelined(*sums, exp_CV, x_CD) else packed_triton.add_product
-        add(*sums, exp_CV, x_CD, **options)
+        if not pipelined(*sums, exp_CV, x_CD):
+            packed_triton.add_product(*sums, exp_CV, x_CD, **options)
+            return
+        V = exp_CV.shape[1]
+        first = self._classes_beside(V, *x_CD.shape)
+        if first:
+            self._add_classes(slice(0, first), exp_CV, x_CD, spared=SPARED, **options)
+        self._add_classes(slice(first, V), exp_CV, x_CD, **options)
+
+    def _classes_beside(self, V: int, C: int, D: int) -> int:
+        """Return the classes whose product takes as long as the collective beside it."""
+        share = self.beside / LINK_SPEED / (2 * V * C * D / GEMM_SPEED) * (1 - SPARED / MULTIPROCESSORS)
+        return min(V, math.ceil(share * V / CLASSES) * CLASSES)
+
+    def _add_classes(
+        self,
+        classes: slice,
+        exp_CV: Tensor,
+        x_CD: Tensor,
+        rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+        **options: Any,
+    ) -> None:
+        applied, weight_V, row_D = rounding
+        if classes.start < classes.stop:
+            sums = self.pair_VP[classes], self.low_VP[classes]
+            rounding = applied, None if weight_V is None else weight_V[classes], row_D
+            add_in_pipeline(*sums, exp_CV[:, classes], x_CD, rounding=rounding, **options)
 
 
 class RoundedProduct:

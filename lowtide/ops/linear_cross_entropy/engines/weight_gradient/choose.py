@@ -62,7 +62,10 @@ def choose_accumulator(
     from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators  # imports Triton
 
     if kind == "packed":
-        return accumulators.PackedSum(dw.tensor, dw.applied, bits=plan.sum_bits)
+        beside, agreement = 0, plan.agreement
+        if agreement is not None and agreement.group.size > 1 and plan.needs_grad.inputs[place]:
+            beside = plan.rows * dw.tensor.shape[1] * plan.sum_dtype.itemsize
+        return accumulators.PackedSum(dw.tensor, dw.applied, bits=plan.sum_bits, beside=beside)
     if kind == "single_product":
         return accumulators.RoundedProduct(dw.tensor, dw.applied)
     return accumulators.TritonFloatSum(dw.tensor, dw.applied)

@@ -208,13 +208,14 @@ def add_product(
     add: bool,
     counted: CountedChunk = ALL,
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    spared: int = 0,
 ) -> None:
-    """Add exp_CV^T x_CD to the sum, or write it there.
+    """Add exp_CV^T x_CD to the sum, or write it there, and leave `spared` multiprocessors alone.
 
     `rounding` for the last chunk is as in packed_triton.py.
     """
     (C, D), V = x_CD.shape, pair_VP.shape[0]
-    programs, part = multiprocessors(x_CD.device), (pipeline.BLOCK_A // 2, COLUMNS.value)
+    programs, part = multiprocessors(x_CD.device) - spared, (pipeline.BLOCK_A // 2, COLUMNS.value)
     _add_product_pipelined_kernel[(programs,)](
         describe(exp_CV, pipeline.BLOCK_K, pipeline.BLOCK_A // 2),
         describe(x_CD, pipeline.BLOCK_K, pipeline.BLOCK_B),
