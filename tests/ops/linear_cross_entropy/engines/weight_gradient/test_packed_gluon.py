@@ -84,6 +84,42 @@ def test_packed_sum_matches_triton(bits, last, C, D, V):
         assert low_VP.equal(found[0][1])
 
 
+@pytest.mark.parametrize("bits", [24, 20])
+@pytest.mark.parametrize("beside", [1 << 16, 1 << 21, 1 << 40], ids=["a tile", "some", "all"])
+def test_classes_beside_a_sum_over_ranks_change_no_bit(monkeypatch, bits, beside):
+    """The first classes are added on fewer multiprocessors, in a launch of their own."""
+    C, D, V, chunks = 1000, 544, 4104, 3
+    exp_CV, x_CD = operands(C, D, V, chunks)
+    applied, weight_V, row_D = (
+        torch.tensor(0.37, device="cuda"),
+        torch.rand(V, device="cuda"),
+        torch.randn(D, device="cuda"),
+    )
+    launched, add = [], accumulators.add_in_pipeline
+
+    def noted(*given, spared=0, **options):
+        launched.append((given[0].shape[0], spared))
+        add(*given, spared=spared, **options)
+
+    monkeypatch.setattr(accumulators, "add_in_pipeline", noted)
+    found = []
+    for moved in (0, beside):
+        gradient_VD = torch.empty(V, D, device="cuda", dtype=torch.bfloat16)
+        total = accumulators.PackedSum(gradient_VD, applied, bits=bits, beside=moved)
+        for chunk in range(chunks):
+            places = {"first": chunk == 0, "last": chunk == chunks - 1}
+            total.add_product(exp_CV[chunk], x_CD[chunk], **places)
+        total.subtract_outer(weight_V, row_D)
+        total.finish()
+        found.append(gradient_VD)
+    assert torch.equal(*found)
+    assert launched[:3] == [(V, 0)] * 3
+    spared = [classes for classes, spared in launched[3:] if spared]
+    assert len(spared) == 3
+    assert set(spared) == {128} if beside == 1 << 16 else min(spared) > 128
+    assert sum(classes for classes, _ in launched[3:]) == 3 * V
+
+
 def relative(found, exact):
     return ((found - exact).norm() / exact.norm()).item()
 
