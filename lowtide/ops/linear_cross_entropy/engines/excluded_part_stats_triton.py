@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.core.kernels.backend import cdiv
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import log1p
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import target_nll
 
 BLOCK_C = 128
 INFINITY = tl.constexpr(float("inf"))
@@ -86,17 +86,15 @@ def _merge_kernel(
         part_sum_c = tl.load(part_ptr + C, mask=inside, other=0.0)
         shift_c = tl.where(of_part_c == -INFINITY, -INFINITY, of_part_c - reference_c)
         sum_c += tl.exp(shift_c) * part_sum_c
-    above_c = logit_c - reference_c
-    target_exp_c = tl.exp(above_c)
+    distance_c = reference_c - logit_c
+    target_exp_c = tl.exp(-distance_c)
     total_c = target_exp_c + sum_c
-    log_total_c = tl.log(total_c)
     tl.store(max_C_ptr + rows, tl.where(ignored_c, INFINITY, reference_c), mask=inside)
     tl.store(sum_C_ptr + rows, sum_c, mask=inside)
     tl.store(target_logit_C_ptr + rows, logit_c, mask=inside)
-    nll_c = tl.where(above_c == 0.0, log1p(sum_c), log_total_c - above_c)
-    tl.store(nll_C_ptr + rows, nll_c, mask=inside)
+    tl.store(nll_C_ptr + rows, target_nll(distance_c, sum_c, total_c), mask=inside)
     if smooth_nll_C_ptr is not None:
-        lse_c = reference_c + log_total_c
+        lse_c = reference_c + tl.log(total_c)
         smooth_nll_c = lse_c * tl.load(total_weight_ptr) - smooth_c
         tl.store(smooth_nll_C_ptr + rows, smooth_nll_c, mask=inside)
     own_c = tl.load(own_KC_ptr + rows, mask=inside, other=0.0)

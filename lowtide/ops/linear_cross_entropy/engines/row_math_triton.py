@@ -51,6 +51,24 @@ def whole_softmax_coef(softmax_coef, soft, soft_mass, lse_coef, lse):
 
 
 @triton.jit
+def target_nll(distance, others, total):
+    """Return lse - z_t of each row; `distance` is max - z_t, and `total` the sum of exponentials.
+
+    `others` is that sum without the target's, whose 1 would take its digits if z_t is the maximum.
+    """
+    return tl.where(distance == 0.0, log1p(others), distance + tl.log(total))
+
+
+@triton.jit
+def target_numerator(softmax_coef, target_coef, exp_target, others):
+    """Return softmax_coef p_t - target_coef of each row, times the sum of exponentials.
+
+    `others` is that sum without the target's. No two numbers near 1 are subtracted.
+    """
+    return (softmax_coef - target_coef) * exp_target - target_coef * others
+
+
+@triton.jit
 def log1p(x):
     """Return log(1 + x) for x >= 0, exact to a few units in the last place.
 

@@ -16,7 +16,11 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import redu
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import row_at
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import log1p, whole_softmax_coef
+from lowtide.ops.linear_cross_entropy.engines.row_math_triton import (
+    target_nll,
+    target_numerator,
+    whole_softmax_coef,
+)
 
 
 @remember_launches
@@ -45,9 +49,10 @@ def _coefficients_kernel(
             tl.store(sum_C_ptr + rows, sum, mask=inside)
     ignored = tl.load(ignored_C_ptr + rows, mask=inside, other=0) != 0
     exp = tl.exp(-distance)
-    log_total = distance + tl.log(exp + sum)
+    total = exp + sum
+    lse = logit + (distance + tl.log(total))
     if nll_C_ptr is not None:
-        tl.store(nll_C_ptr + rows, tl.where(distance == 0.0, log1p(sum), log_total), mask=inside)
+        tl.store(nll_C_ptr + rows, target_nll(distance, sum, total), mask=inside)
     exp = tl.where(ignored, 1.0, exp)
     total = exp + sum
     softmax_coef = tl.load(softmax_coef_C_ptr + rows, mask=inside, other=0.0)
@@ -55,11 +60,8 @@ def _coefficients_kernel(
     lse_coef = None
     if lse_coef_C_ptr is not None:
         lse_coef = tl.load(lse_coef_C_ptr + rows, mask=inside, other=0.0)
-    softmax_coef = whole_softmax_coef(
-        softmax_coef, None, 0.0, lse_coef, tl.where(ignored, 0.0, logit + log_total)
-    )
-    # c e - target_coef, written so that no two numbers near 1 are subtracted
-    rest = (softmax_coef - target_coef) * exp - target_coef * sum
+    softmax_coef = whole_softmax_coef(softmax_coef, None, 0.0, lse_coef, tl.where(ignored, 0.0, lse))
+    rest = target_numerator(softmax_coef, target_coef, exp, sum)
     if entropy_coef_C_ptr is None:
         row_scale = softmax_coef / total
     else:  # E already includes softmax_coef and entropy_coef

@@ -20,8 +20,9 @@ from lowtide.core.kernels.backend import next_power_of_2
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import (
-    log1p,
     slope_of,
+    target_nll,
+    target_numerator,
     transformed,
     whole_softmax_coef,
 )
@@ -147,7 +148,7 @@ def _softmax_gradient_kernel(
         distance = row_max - tl.sum(logit, 0)
         exp_target = tl.exp(-distance)
         row_sum = others + exp_target
-        tl.store(nll_C_ptr + row, tl.where(distance == 0.0, log1p(others), tl.log(row_sum) + distance))
+        tl.store(nll_C_ptr + row, target_nll(distance, others, row_sum))
         others, exp_target = tl.where(ignored, 0.0, others), tl.where(ignored, 0.0, exp_target)
     elif TAKE_STATISTICS:
         row_max, row_sum = max_and_sum(logits_ptr, bias_B_ptr, scale, classes, None, SOFTCAP, BLOCK)
@@ -181,8 +182,7 @@ def _softmax_gradient_kernel(
             tl.load(softmax_coef_C_ptr + row), soft_target_coef, soft_mass, lse_coef, row_max + log_sum
         )
         target_coef, slant = tl.load(target_coef_C_ptr + row), softmax_coef / row_sum
-        # slant exp_target - target_coef, written so that no two numbers near 1 are subtracted
-        at_target = ((softmax_coef - target_coef) * exp_target - target_coef * others) / row_sum
+        at_target = target_numerator(softmax_coef, target_coef, exp_target, others) / row_sum
         smooth_nll, soft_nll, mean, grad_dot_logit, best = 0.0, 0.0, 0.0, 0.0, B
         blocks = tl.cdiv(B, BLOCK)
         tl.debug_barrier()

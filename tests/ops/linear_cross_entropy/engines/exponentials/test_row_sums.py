@@ -1,4 +1,4 @@
-"""What tiles find, put together (recompute.py, row_coefficients.py), and targets in order: on a
+"""What tiles find, put together (recompute.py, row_math_triton.py), and targets in order: on a
 card as it is, on the CPU through the interpreter."""
 
 import pytest
@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, row_coefficients, target_order
+from lowtide.ops.linear_cross_entropy.engines import row_math_triton
+from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, target_order
 from lowtide.ops.linear_cross_entropy.engines.row_math import LARGEST_SUM
 
 SIZES = pytest.mark.parametrize(("T", "C"), [(300, 333), (2, 1), (128, 129), (1002, 64)])
@@ -96,7 +97,7 @@ def test_targets_in_order(device, monkeypatch, N, rows):
 @triton.jit
 def _log1p_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
-    tl.store(out_ptr + place, row_coefficients.log1p(tl.load(x_ptr + place)))
+    tl.store(out_ptr + place, row_math_triton.log1p(tl.load(x_ptr + place)))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns at 0
