@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.part_stats import INTEGERS, gather_parts
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, target_nll
 from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 
 
@@ -124,7 +124,7 @@ def merge(
     out.max_N.copy_(reference_C.masked_fill(row.ignored_N, torch.inf))
     out.sum_N.copy_(sum_C)
     out.target_logit_N.copy_(merged_logit_C)
-    torch.where(above_C == 0, sum_C.log1p(), total_C.log() - above_C, out=out.nll_N)
+    target_nll(above_C, sum_C, total_C, out=out.nll_N)
     if out.smooth_nll_N is not None:
         lse_C = reference_C + total_C.log()
         torch.sub(lse_C * total_weight, more[0].sum(0), out=out.smooth_nll_N)

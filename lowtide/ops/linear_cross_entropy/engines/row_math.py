@@ -205,15 +205,23 @@ def excluded_coefs(
 
     With `take_nll`, compute lse - z_t as well.
     """
-    distance_C = stats.max_N - logit_C
-    exp_C = distance_C.neg().exp()
+    above_C = logit_C - stats.max_N
+    exp_C = above_C.exp()
     total_C = exp_C + stats.sum_N
     if take_nll:
-        torch.where(distance_C == 0, stats.sum_N.log1p(), distance_C + total_C.log(), out=stats.nll_N)
+        target_nll(above_C, stats.sum_N, total_C, out=stats.nll_N)
     softmax_coef_C = whole_softmax_coef(coefs, stats, lambda: excluded_logsumexp(stats, logit_C))
     # c e - target_coef, written so that no two numbers near 1 are subtracted
     rest_C = (softmax_coef_C - coefs.target_coef_N) * exp_C - coefs.target_coef_N * stats.sum_N
     return softmax_coef_C / total_C, rest_C / total_C
+
+
+def target_nll(above_C: Tensor, others_C: Tensor, total_C: Tensor, *, out: Tensor) -> None:
+    """Compute lse - z_t of each row; `above` is z_t - max, and `total` the sum of exponentials.
+
+    `others` is that sum without the target's, whose 1 would take its digits if z_t is the maximum.
+    """
+    torch.where(above_C == 0, others_C.log1p(), total_C.log() - above_C, out=out)
 
 
 def excluded_logsumexp(stats: ExcludedTargetStats, logit_C: Tensor) -> Tensor:
