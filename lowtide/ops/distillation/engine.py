@@ -31,6 +31,7 @@ from lowtide.ops.linear_cross_entropy.engines import sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one, as_sums
 from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
+from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import SingleProduct
@@ -79,9 +80,16 @@ class DistillationEngine(Engine):
             order = TokenOrder(plan.agreement, heads.device)
         super().__init__(plan, operands, n if order is None else order.N, heads.classes, None)
         self.trained_terms, self.order = 1, order  # the student's term
-        self.biases = [
-            None if bias_V is None else bias_V.to(plan.sum_dtype).contiguous()
-            for bias_V in (heads.student_bias, heads.teacher_bias)
+        self.transforms = [
+            LogitTransform(
+                None if bias_V is None else bias_V.to(plan.sum_dtype).contiguous(),
+                softcap=softcap or 0.0,
+                temperature=options.temperature,
+            )
+            for bias_V, softcap in (
+                (heads.student_bias, options.student_softcap),
+                (heads.teacher_bias, options.teacher_softcap),
+            )
         ]
         if grad_output is None:
             self.coef_N = self.buffer(n).fill_(1)
@@ -205,16 +213,16 @@ class DistillationEngine(Engine):
     def add_term_(self, logits_CB: BothLogits, k: int, x_CD: Tensor, weight_BD: Tensor) -> None:
         product(logits_CB.heads[k], x_CD, weight_BD.t())
 
-    def columns(self, rows: slice, classes: slice = slice(0, None)) -> list[Tensor | None]:
-        """Return each head's bias of these classes."""
-        return [None if bias_V is None else bias_V[classes] for bias_V in self.biases]
+    def columns(self, rows: slice, classes: slice = slice(0, None)) -> list[LogitTransform]:
+        """Return what turns each head's products of these classes into logits."""
+        return [each.of(classes) for each in self.transforms]
 
     def tile_gradient_(
         self,
         logits_CB: BothLogits,
         coefs: Tensor,
         stats: Statistics,
-        columns: list[Tensor | None],
+        columns: list[LogitTransform],
         *,
         take_stats: bool = False,
         gradient: bool = True,
@@ -230,7 +238,7 @@ class DistillationEngine(Engine):
         logits_CB: BothLogits,
         coefs: Tensor,
         stats: Statistics,
-        columns: list[Tensor | None],
+        columns: list[LogitTransform],
         *,
         take_sums: bool = False,
         take_means: bool = False,
@@ -242,18 +250,13 @@ class DistillationEngine(Engine):
             from lowtide.ops.distillation.softmax_triton import divergence_
         else:
             from lowtide.ops.distillation.softmax_torch import divergence_
-        options = self.options
-        softcaps = (options.student_softcap, options.teacher_softcap)
-        student, teacher = (
-            HeadTile(product_CB, bias_B, options.temperature, softcap)
-            for product_CB, bias_B, softcap in zip(logits_CB.heads, columns, softcaps)
-        )
+        student, teacher = map(HeadTile, logits_CB.heads, columns)
         return divergence_(
             student,
             teacher,
             stats,
             coefs,
-            options.beta,
+            self.options.beta,
             take_sums=take_sums,
             take_means=take_means,
             gradient_dtype=self.operands[0].dtype if gradient else None,

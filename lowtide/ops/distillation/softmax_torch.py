@@ -3,8 +3,8 @@
 The gradient is written over the student's product. softmax_triton.py has the same function in
 Triton; divergences.py has the formulas.
 
-A product gives u + bias. The logits are z = (u + bias) / T, or c/T tanh((u + bias) / c) with a soft
-cap c. Its slope, temperature apart, is 1 / cosh^2((u + bias) / c).
+The logits of each head are those of LogitTransform, with a temperature T: z = (u + bias) / T, or
+c/T tanh((u + bias) / c) with a soft cap c.
 
 Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken); c rows
 at a time.
@@ -16,22 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.soft_cap import slope_of_tanh
-from lowtide.ops.linear_cross_entropy.engines.row_math import ByRow
+from lowtide.ops.linear_cross_entropy.engines.row_math import ByRow, LogitTransform
 
 
 class HeadTile(NamedTuple):
     """Hold a tile of one head: a product, and what turns it into logits."""
 
     product_CB: Tensor
-    bias_B: Tensor | None
-    temperature: float
-    softcap: float | None
-
-    @property
-    def largest(self) -> float:
-        """Return a bound that no capped logit exceeds; 0 without a cap."""
-        return (self.softcap or 0) / self.temperature
+    transform: LogitTransform  # with the bias of the tile's classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +94,9 @@ def _logits_(
     z_cb = head.product_CB[rows]
     if keep:
         z_cb = z_cb.clone()
-    if head.bias_B is not None:
-        z_cb.add_(head.bias_B)
-    if head.softcap:
-        z_cb.div_(head.softcap)
-        slope_cb = slope_of_tanh(z_cb) if sloped else None
-        return z_cb.tanh_().mul_(head.largest), slope_cb
-    return z_cb if head.temperature == 1 else z_cb.div_(head.temperature), None
+    if head.transform.bias_V is not None:
+        z_cb.add_(head.transform.bias_V)
+    return head.transform.apply(z_cb, in_place=True, sloped=sloped)
 
 
 def _divergence(

@@ -233,21 +233,24 @@ def divergence_(
     softmax_torch.py describes the arguments; `pass_logits` is not used here.
     """
     (C, B), stat = student.product_CB.shape, statistics
-    plain = all(each.bias_B is None and not each.softcap for each in (student, teacher))
+    transforms = of_student, of_teacher = student.transform, teacher.transform
+    plain = all(each.bias_V is None and not each.softcap for each in transforms)
     block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, next_power_of_2(B))
     # With fused multiply-adds, a product minus an equal product is not 0, which matters near the
     # teacher.
     options = {"BLOCK": block, "num_warps": WARPS if block >= 4096 else 4, "enable_fp_fusion": False}
-    scale = 1 / student.temperature
+    scale = 1 / of_student.temperature
     if (take_sums or take_means) and C:
-        of_student = student, stat.student_max_N, stat.student_sum_N
-        of_teacher = teacher, stat.teacher_max_N, stat.teacher_sum_N
-        own, other = (of_student, of_teacher) if beta else (of_teacher, of_student)
+        heads = (
+            (student, stat.student_max_N, stat.student_sum_N),
+            (teacher, stat.teacher_max_N, stat.teacher_sum_N),
+        )
+        own, other = heads if beta else heads[::-1]
         _statistics_kernel[(C,)](
             own[0].product_CB,
             other[0].product_CB,
-            own[0].bias_B,
-            other[0].bias_B,
+            own[0].transform.bias_V,
+            other[0].transform.bias_V,
             *own[1:],
             *other[1:],
             stat.log_ratio_N,
@@ -258,8 +261,8 @@ def divergence_(
             other[0].product_CB.stride(0),
             scale,
             beta,
-            OWN_CAP=own[0].largest,
-            OTHER_CAP=other[0].largest,
+            OWN_CAP=own[0].transform.largest,
+            OTHER_CAP=other[0].transform.largest,
             JENSEN_SHANNON=take_means and 0 < beta < 1,
             SUMS=take_sums,
             **options,
@@ -273,8 +276,8 @@ def divergence_(
         _gradient_kernel[(C,)](
             student.product_CB,
             teacher.product_CB,
-            student.bias_B,
-            teacher.bias_B,
+            of_student.bias_V,
+            of_teacher.bias_V,
             *stat.vectors[1:],  # all but the losses
             coef_C,
             grad_CB,
@@ -284,8 +287,8 @@ def divergence_(
             grad_CB.stride(0),
             scale,
             beta,
-            STUDENT_CAP=student.largest,
-            TEACHER_CAP=teacher.largest,
+            STUDENT_CAP=of_student.largest,
+            TEACHER_CAP=of_teacher.largest,
             FORWARD=beta == 0,
             REVERSE=beta == 1,
             **options,

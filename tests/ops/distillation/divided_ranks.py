@@ -187,6 +187,7 @@ def triton() -> None:
     from lowtide.ops.distillation import softmax_torch, softmax_triton
     from lowtide.ops.distillation.part_stats import merge_sums
     from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
+    from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
     torch.manual_seed(6)
     C, V = 5, 300
@@ -195,10 +196,10 @@ def triton() -> None:
     parts = (slice(0, 190), slice(190, 191), slice(191, V))
 
     def heads(part: slice, caps: Any) -> list[HeadTile]:
-        tiles = zip(products, biases, caps)
-        return [HeadTile(u[:, part].clone(), b[part], 1.5, cap) for u, b, cap in tiles]
+        transforms = [LogitTransform(b[part], softcap=cap, temperature=1.5) for b, cap in zip(biases, caps)]
+        return [HeadTile(u[:, part].clone(), each) for u, each in zip(products, transforms)]
 
-    for beta, caps in product((0.0, 0.3, 1.0), ((None, None), (4.0, 9.0))):
+    for beta, caps in product((0.0, 0.3, 1.0), ((0.0, 0.0), (4.0, 9.0))):
         known = {}
         for backend in (softmax_torch, softmax_triton):
             tiles, whole = [heads(part, caps) for part in parts], Statistics.of(torch.empty(C))

@@ -8,6 +8,7 @@ import torch
 
 from lowtide.ops.distillation import divergences, planner, softmax_torch
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
+from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 from tests.ops.distillation import DIVERGENCES, check, differentiate, fused, make_inputs
 from tests.support.loss import interpreted, norm, skip_unless_runnable
 
@@ -38,12 +39,13 @@ class Case:
         def head(product):
             wide = torch.full((C, V + 3), 1e9, device=device)[:, :V]
             bias_V = torch.randn(V, device=device) if bias else None
-            return HeadTile(wide.copy_(product), bias_V, temperature, softcap)
+            transform = LogitTransform(bias_V, softcap=softcap or 0.0, temperature=temperature)
+            return HeadTile(wide.copy_(product), transform)
 
         student = 3 * torch.randn(C, V)
         self.student, self.teacher = head(student), head(student + apart * torch.randn(C, V))
         if apart == 0:
-            self.teacher = self.teacher._replace(bias_B=self.student.bias_B)
+            self.teacher = self.teacher._replace(transform=self.student.transform)
         self.coef = torch.randn(C, device=device)
         self.C, self.V, self.softcap = C, V, softcap
 
@@ -52,14 +54,15 @@ class Case:
 
         def log_probs(head):
             product = head.product_CB.detach().to(dtype).requires_grad_()
-            u = product if head.bias_B is None else product + head.bias_B
-            u = u if head.softcap is None else head.softcap * torch.tanh(u / head.softcap)
-            return product, (u / head.temperature).log_softmax(1)
+            bias_V, softcap = head.transform.bias_V, head.transform.softcap
+            u = product if bias_V is None else product + bias_V
+            u = softcap * torch.tanh(u / softcap) if softcap else u
+            return product, (u / head.transform.temperature).log_softmax(1)
 
         (product, s), (_, t) = log_probs(self.student), log_probs(self.teacher)
         loss = divergences.losses(s, t.detach(), beta)
         (gradient,) = torch.autograd.grad((loss * self.coef).sum(), product)
-        return loss.detach(), gradient * self.student.temperature
+        return loss.detach(), gradient * self.student.transform.temperature
 
     def run(self, backend, beta, gradient_dtype=None, *, statistics=None, pass_logits=100):
         known = statistics or Statistics.of(torch.empty(self.C, device=self.coef.device))
@@ -120,7 +123,7 @@ def test_gradient_by_class_blocks(device, backend, beta):
         part = Case(device, V=classes.stop - classes.start)
         part.coef = parts.coef
         part.student, part.teacher = (
-            head._replace(product_CB=head.product_CB[:, classes].contiguous(), bias_B=head.bias_B[classes])
+            HeadTile(head.product_CB[:, classes].contiguous(), head.transform.of(classes))
             for head in (parts.student, parts.teacher)
         )
         _, got = part.run(backend, beta, torch.float32, statistics=statistics)

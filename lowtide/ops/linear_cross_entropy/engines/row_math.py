@@ -148,29 +148,38 @@ RowStats = SoftmaxStats | ExcludedTargetStats
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
-    """Turn products into logits: add a bias, multiply by a scale, apply a soft cap."""
+    """Turn products into logits by a bias, a scale, a soft cap and a temperature."""
 
     bias_V: Tensor | None = None
     scale: Tensor | None = None  # 0-d
     softcap: float = 0.0  # 0 for none
+    temperature: float = 1.0  # divides the logits after the cap; the loss has a scale instead
 
     @property
     def is_identity(self) -> bool:
-        return self.bias_V is None and self.scale is None and not self.softcap
+        return self.bias_V is None and self.scale is None and not self.softcap and self.temperature == 1
+
+    @property
+    def largest(self) -> float:
+        """Return a bound that no capped logit exceeds; 0 without a cap."""
+        return self.softcap / self.temperature
 
     def of(self, classes: slice) -> "LogitTransform":
         """Return the transform of a block of classes."""
         return self if self.bias_V is None else replace(self, bias_V=self.bias_V[classes])
 
     def apply(self, u: Tensor, *, in_place: bool, sloped: bool) -> tuple[Tensor, Tensor | None]:
-        """Return z of u, which includes the bias; and if `sloped` the slope, None if it is 1."""
+        """Return z of u, which includes the bias; and if `sloped` the slope, None if it is 1.
+
+        The slope leaves out scale and temperature.
+        """
         out = u if in_place else None
         z = u if self.scale is None else torch.mul(u, self.scale, out=out)
         if not self.softcap:
-            return z, None
+            return z if self.temperature == 1 else torch.div(z, self.temperature, out=out), None
         z = torch.div(z, self.softcap, out=out)
         slope = slope_of_tanh(z) if sloped else None
-        return z.tanh_().mul_(self.softcap), slope
+        return z.tanh_().mul_(self.largest), slope
 
 
 @dataclass(frozen=True, slots=True)
