@@ -18,5 +18,4 @@ collectives       gathers and sums over the ranks of a process group, by its nam
 fsdp              parameters that FSDP2 shards: gathered once, gradients reduced
 operator          registration of operators with torch.library
 flop_formula      FLOPs of an operator for FlopCounterMode, whose module loads Triton
-cpu_gemm/         bfloat16 GEMMs with float32 accumulators on a CPU
 """

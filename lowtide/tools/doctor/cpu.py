@@ -5,8 +5,13 @@ import shlex
 
 import torch
 
-from lowtide.core.cpu_gemm import gemm
-from lowtide.core.cpu_gemm.compiled_library import NoCompilerError, NotLoadedError, find_compiler, run
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.compiled_library import (
+    NoCompilerError,
+    NotLoadedError,
+    find_compiler,
+    run,
+)
 
 UNITS = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
 

@@ -13,18 +13,18 @@ import lowtide
 
 PROGRAM = """
 import sys, types
-for name in ("lowtide", "lowtide.core"):  # without what their __init__ imports
+# Without what their __init__ imports.
+for name in ("lowtide", "lowtide.ops", "lowtide.ops.linear_cross_entropy"):
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
-from lowtide.core.cpu_gemm import compiled_library
-from lowtide.core.cpu_gemm.compiled_library import NotLoadedError, Source, load_compiled
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import compiled_library
 
 TEXT = b'extern "C" int answer() { return 42; }'
-SOURCE = Source("answer", TEXT, ("-fPIC",), ("-shared",), ("answer",), "")
+SOURCE = compiled_library.Source("answer", TEXT, ("-fPIC",), ("-shared",), ("answer",), "")
 try:
     compiled_library.TIMEOUT = float(sys.argv[2])
-    print(load_compiled(SOURCE).answer())
-except NotLoadedError as error:
+    print(compiled_library.load_compiled(SOURCE).answer())
+except compiled_library.NotLoadedError as error:
     print(error)
 """
 STRANGE = """

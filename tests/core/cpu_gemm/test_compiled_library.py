@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lowtide.core.cpu_gemm import compiled_library
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import compiled_library
 from tests.core.cpu_gemm.small_library import ask, builds, compile_strange, compiler, kept
 
 pytestmark = [

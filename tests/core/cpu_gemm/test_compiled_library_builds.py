@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.core.cpu_gemm import compiled_library
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import compiled_library
 from tests.core.cpu_gemm.small_library import ask, builds, compile_strange, compiler, kept, start
 
 pytestmark = [

@@ -8,7 +8,9 @@ import stat
 
 import pytest
 
-from lowtide.core.cpu_gemm.private_directory import open_private_directory
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.private_directory import (
+    open_private_directory,
+)
 
 
 def open_and_close(parent, name="own"):

@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from lowtide.core.cpu_gemm import gemm
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts, workspace_of
 from tests.ops.linear_cross_entropy import kinds
 from tests.ops.linear_cross_entropy.calls import make_call

@@ -1,8 +1,8 @@
 """Run the engine of exponentials/engine.py, which has the formulas, on a CPU with bfloat16 units.
 
-The GEMMs are those of lowtide/core/cpu_gemm. The engine supports one linear term and class indices,
-but no soft cap, no label smoothing and no entropy (spec.py has the list). If the
-reference of a row is too far below its largest logit, its chunk is computed again.
+gemm/ has the GEMMs. The engine supports one linear term and class indices, but no soft cap, no
+label smoothing and no entropy (spec.py has the list). If the reference of a row is too far below
+its largest logit, its chunk is computed again.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core import pending_gradient
-from lowtide.core.cpu_gemm import gemm
 from lowtide.core.matmul import blocks
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import (

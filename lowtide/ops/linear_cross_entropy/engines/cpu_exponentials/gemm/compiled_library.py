@@ -21,7 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.core.cpu_gemm.private_directory import open_private_directory
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.private_directory import (
+    open_private_directory,
+)
 
 TIMEOUT = 120  # seconds per compiler command
 BUILD = "build_"

@@ -20,7 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowtide.core.cpu_gemm.compiled_library import NoCompilerError, NotLoadedError, Source, load_compiled
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.compiled_library import (
+    NoCompilerError,
+    NotLoadedError,
+    Source,
+    load_compiled,
+)
 
 SOURCE = Path(__file__).with_name("gemm.cpp")
 # Not -march=native, since several machines may share a home directory. No -fopenmp for the linker:
