@@ -29,7 +29,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, Byte
 from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes, even_rows
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes
-from lowtide.ops.linear_cross_entropy.planning.memory_model import STATISTICS_OF_PART
+from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
@@ -138,7 +138,8 @@ def _memory(
         recomputed=2,
     )
     if options.group:
-        counts = _with_shard(counts, options, D + heads.teacher_input.shape[-1])
+        both = (D, heads.teacher_input.shape[-1])
+        counts = with_shard(counts, options.shard, sum_dtype, both, token_bytes=2 * counts.token_bytes)
     elif _has_one_product(heads, student_dtype, counts):
         of_gradient = padded(V, ALIGNMENT) * student_dtype.itemsize
         of_inputs = features + D * (number + student_dtype.itemsize)
@@ -170,19 +171,6 @@ def _has_one_product(heads: Heads, dtype: torch.dtype, counts: ByteCounts) -> bo
         and may_depend_on_tokens(N)
         and 0 < 2 * N <= V
         and _rows_in_gradient(heads) >= min(N, FEWEST_ROWS)
-    )
-
-
-def _with_shard(counts: ByteCounts, options: DistillationOptions, features: int) -> ByteCounts:
-    """Return the counts with what heads divided over ranks take, as the loss's with_shard."""
-    number = options.sum_dtype.itemsize
-    gathered = (options.ranks + 1) * STATISTICS_OF_PART * number
-    if options.tokens_sharded:
-        gathered += 3 * features * number
-    return replace(
-        counts,
-        token_bytes=2 * counts.token_bytes + gathered,
-        weight_sum=0 if options.tokens_sharded else counts.weight_sum,
     )
 
 

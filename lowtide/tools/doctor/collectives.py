@@ -6,7 +6,7 @@ Shapes: N tokens of all ranks, with those that fill up ranks that have fewer; D 
 from typing import NamedTuple
 
 from lowtide.ops.linear_cross_entropy.planning.agreement import MESSAGE_BYTES
-from lowtide.ops.linear_cross_entropy.planning.memory_model import EXCLUDING
+from lowtide.ops.linear_cross_entropy.planning.call import EXCLUDING
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 INDEX_BYTES = 8

@@ -19,8 +19,7 @@ from torch import Tensor
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, Stats
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowStats
-from lowtide.ops.linear_cross_entropy.planning.call import ENGINES
-from lowtide.ops.linear_cross_entropy.planning.memory_model import EXCLUDING
+from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, EXCLUDING
 
 
 def with_engine(vector_N: Tensor, engine: str) -> Tensor:  # [1, ..., 1, N]

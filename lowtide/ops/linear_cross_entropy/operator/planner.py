@@ -70,7 +70,7 @@ def choose_engine(call: Call) -> Choice:
     reasons: dict[str, str] = {}
     for engine, spec in SPECS.items():
         reason = spec.unsupported_reason(layout, backend)
-        if options.sharded and not spec.takes_shards:
+        if options.sharded and spec.shard_token_bytes is None:
             reason = "it takes a head whose classes are not divided over ranks or into segments"
         if reason is None:
             break
@@ -228,8 +228,13 @@ def predicted_seconds(
 def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
     """Return how operands are read, the workspace in bytes, and the bytes of each part."""
     access = operand_access(call)
-    counts = with_shard(SPECS[call.options.engine].memory(call, access), call)
-    workspace = granted_bytes(call.options.workspace, call.options.dense, counts)
+    spec, options = SPECS[call.options.engine], call.options
+    counts = spec.memory(call, access)
+    if options.sharded:
+        assert spec.shard_token_bytes is not None
+        token_bytes = spec.shard_token_bytes(call, counts)
+        counts = with_shard(counts, options.shard, options.sum_dtype, call.features, token_bytes)
+    workspace = granted_bytes(options.workspace, options.dense, counts)
     if PRODUCT_PART * counts.product_rows * counts.product > workspace:
         counts = replace(counts, product_rows=counts.product_rows // 2)
     return access, workspace, counts

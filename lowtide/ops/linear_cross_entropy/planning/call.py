@@ -12,10 +12,11 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 
 # In this order: logits/engine.py with softmax_torch.py; the same with softmax_triton.py;
 # exponentials/engine.py; soft_targets/engine.py; cpu_exponentials/engine.py. Each saves row
-# statistics of its own: those of "exponentials" and "cpu_exponentials" exclude the target from a
-# row's sum. Append new engines at the end: the shape of saved statistics tells an engine's place
-# here, and caches of compiled graphs keep these shapes.
+# statistics of its own: those of EXCLUDING leave the target out of a row's sum. Append new engines
+# at the end: the shape of saved statistics tells an engine's place here, and caches of compiled
+# graphs keep these shapes.
 ENGINES = ("logits_torch", "logits_triton", "exponentials", "soft_targets", "cpu_exponentials")
+EXCLUDING = ("exponentials", "cpu_exponentials")
 
 
 def backend_of(engine: str) -> str:

@@ -15,5 +15,8 @@ class EngineSpec(NamedTuple):
     """Return why the engine cannot run a call on a backend, as `lowtide doctor` says, or None."""
     memory: Callable[[Call, OperandAccess], ByteCounts]
     """Return the bytes that each part of a call takes."""
-    takes_shards: bool = False
-    """True if it runs a head whose classes are divided over ranks or into segments."""
+    shard_token_bytes: Callable[[Call, ByteCounts], int] | None = None
+    """Return the bytes per token of a chunk where classes are divided over ranks or into segments.
+
+    The counts are those of `memory`. None if the engine runs no such head.
+    """

@@ -3,6 +3,7 @@
 Shapes: N tokens, D features (of the first linear term; D_k of term k), V classes.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from lowtide.core.kernels import backend
 from lowtide.core.kernels.backend import PRODUCT_ROWS
 from lowtide.core.matmul import copied_bytes
 from lowtide.core.strides import multiplies
+from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
@@ -20,34 +22,26 @@ STATISTICS = 24  # numbers per token of a chunk: row statistics and their tempor
 # Numbers per token for each part of the classes whose statistics are gathered, including the
 # temporaries of their merge.
 STATISTICS_OF_PART = 16
-# Engines whose row statistics exclude the target, and the classes whose largest logit is a row's
-# first reference on a rank without the target.
-EXCLUDING, SAMPLED_CLASSES = ("exponentials", "cpu_exponentials"), 64
+# Classes whose largest logit is a row's first reference on a rank without the target, in engines
+# whose row statistics exclude it.
+SAMPLED_CLASSES = 64
 
 
-def with_shard(counts: ByteCounts, call: Call) -> ByteCounts:
-    """Return the counts with what a sharded head takes; those of another are unchanged.
+def with_shard(
+    counts: ByteCounts, shard: VocabShard, sum_dtype: torch.dtype, features: Sequence[int], token_bytes: int
+) -> ByteCounts:
+    """Return the counts of a sharded head, whose engine holds `token_bytes` per token of a chunk.
 
-    Two chunks are held, what the ranks gather, and in torch a copy of the logits for the
-    statistics. On a card the exponentials engine holds one chunk, and its rows of dX in float32. If
-    tokens are sharded, those of three chunks are held, and no class block can be formed: it would
-    gather all tokens once more.
+    What the ranks gather comes on top. If tokens are sharded, those of three chunks are held, and
+    no class block can be formed: it would gather all tokens once more.
     """
-    if not call.options.sharded:
-        return counts
-    chunks = 2 * counts.token_bytes
-    if call.options.engine == "exponentials":
-        chunks = counts.token_bytes + call.sum_size * sum(with_gradient(call))
-    kept = call.V * call.sum_size if call.options.engine == "logits_torch" else 0
-    gathered = (call.options.shard.parts + 1) * STATISTICS_OF_PART * call.sum_size
-    if call.options.tokens_sharded:
-        gathered += 3 * sum(call.features) * call.sum_size
-    if call.options.engine in EXCLUDING:
-        gathered += SAMPLED_CLASSES * call.sum_size
+    gathered = (shard.parts + 1) * STATISTICS_OF_PART * sum_dtype.itemsize
+    if shard.tokens_sharded:
+        gathered += 3 * sum(features) * sum_dtype.itemsize
     return replace(
         counts,
-        token_bytes=chunks + gathered + kept,
-        weight_sum=0 if call.options.tokens_sharded else counts.weight_sum,
+        token_bytes=token_bytes + gathered,
+        weight_sum=0 if shard.tokens_sharded else counts.weight_sum,
         # The chunks are those that the ranks agree on, so no GEMM can count on all tokens, no sum
         # on few chunks, and chunks take all classes at a time.
         one_product_row=0,

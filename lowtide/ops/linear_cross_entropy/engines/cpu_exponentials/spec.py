@@ -13,7 +13,7 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
-from lowtide.ops.linear_cross_entropy.planning.memory_model import counts_with_float32_sums
+from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASSES, counts_with_float32_sums
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 
 # Fewest weights for the CPU's bfloat16 GEMMs; with fewer, the host takes longer than the matrix
@@ -70,4 +70,9 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
     return replace(counts, block_row=counts.block_row + call.sum_size * features)
 
 
-SPEC = EngineSpec(unsupported_reason, memory, takes_shards=True)
+def shard_token_bytes(call: Call, counts: ByteCounts) -> int:
+    """Count two chunks, and the sampled logits of a first reference."""
+    return 2 * counts.token_bytes + SAMPLED_CLASSES * call.sum_size
+
+
+SPEC = EngineSpec(unsupported_reason, memory, shard_token_bytes)

@@ -11,6 +11,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, TARG
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
 from lowtide.ops.linear_cross_entropy.planning.memory_model import (
+    SAMPLED_CLASSES,
     STATISTICS,
     counts_of,
     with_gradient,
@@ -79,6 +80,11 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
     )
 
 
+def shard_token_bytes(call: Call, counts: ByteCounts) -> int:
+    """Count one chunk, its rows of dX in float32, and the sampled logits of a first reference."""
+    return counts.token_bytes + (sum(with_gradient(call)) + SAMPLED_CLASSES) * call.sum_size
+
+
 def skips_ignored(call: Call, weight_gradient: WeightGradient) -> bool:
     """Return True if the call's ignored rows are skipped."""
     large = call.N >= FEWEST_TOKENS and call.D >= FEWEST_FEATURES
@@ -113,4 +119,4 @@ def _partial_sums(call: Call) -> int:
     return 1 + (3 if call.call_kind.log_probs else 0) + (1 if call.needs_grad.scale else 0)
 
 
-SPEC = EngineSpec(unsupported_reason, memory, takes_shards=True)
+SPEC = EngineSpec(unsupported_reason, memory, shard_token_bytes)

@@ -53,6 +53,16 @@ def _memory_in_triton(call: Call, access: OperandAccess) -> ByteCounts:
     return replace(counts, one_product_row=of_gradient + beside_logits + call.D * access.dtype.itemsize)
 
 
+def _two_chunks(call: Call, counts: ByteCounts) -> int:
+    """Count two chunks of a sharded head."""
+    return 2 * counts.token_bytes
+
+
+def _two_chunks_and_copy(call: Call, counts: ByteCounts) -> int:
+    """Count two chunks, and a copy of the logits, which statistics in torch are taken from."""
+    return 2 * counts.token_bytes + call.V * call.sum_size
+
+
 def rows_in_gradient(classes: int, features: int, device: str) -> int:
     """Return the rows of float32 logits that fit in the memory of a half-precision dW [V, D]."""
     return classes * features // 2 // padded_classes(classes, device)
@@ -87,5 +97,5 @@ def _runs_all(call: Call, backend: str) -> None:
     """Return no reason, whatever the call."""
 
 
-TORCH = EngineSpec(_runs_all, _memory_in_torch, takes_shards=True)
-TRITON = EngineSpec(triton_unsupported_reason, _memory_in_triton, takes_shards=True)
+TORCH = EngineSpec(_runs_all, _memory_in_torch, _two_chunks_and_copy)
+TRITON = EngineSpec(triton_unsupported_reason, _memory_in_triton, _two_chunks)
