@@ -7,8 +7,9 @@ two causes a second rounding.) The split also keeps float16 numbers away from th
 range, which 1/n or a loss scale could reach.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ from lowtide.core.kernels.devices import frexp
 FP16_EXPONENT = 14
 # The numbers of a float16 input gradient are at most 4 times this power of two.
 FP16_ROOM = 10
+
+# Types of tensors that backward may write to. Another's operations are traced, or it wraps tensors.
+_written = {Tensor}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +67,23 @@ def finish_gradient(
 
     tensor and factor are an operator's outputs; a factor of None, too, stands for 1.
     """
-    if torch.compiler.is_compiling() or type(tensor) is not Tensor:  # traced
+    if torch.compiler.is_compiling() or type(tensor) not in _written:
         whole = grad_output if factor is None or not factor.numel() else factor * grad_output
         return (tensor.to(whole.dtype) * whole).to(like.dtype).reshape(like.shape)
     # If the graph is freed, its tensors may be overwritten; if it is retained, they will be read
     # again.
     in_place = not torch_private.keeps_graph()
     return finish_eagerly(tensor, factor, grad_output, like, backend, in_place=in_place)
+
+
+@contextlib.contextmanager
+def finishing_as_eager(kind: type[Tensor]) -> Iterator[None]:
+    """Finish gradients of this type as those of Tensor, which they stand for in an estimate."""
+    _written.add(kind)
+    try:
+        yield
+    finally:
+        _written.discard(kind)
 
 
 def finish_eagerly(

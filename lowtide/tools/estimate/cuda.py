@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide.ops.linear_cross_entropy.operator.fake import moved_call
 
@@ -119,8 +118,6 @@ class Operators(TorchDispatchMode):
     def __init__(self, classes: int, device: str = "cuda") -> None:
         super().__init__()
         self.classes, self.device = classes, device
-        # The storages of lowtide's gradients, until backward has scaled them.
-        self.waiting = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each.__name__ == "DTensor" for each in types):
@@ -129,8 +126,6 @@ class Operators(TorchDispatchMode):
             return results
         if func is aten._local_scalar_dense.default:  # item(): any number will do.
             return 1.0 if args[0].is_floating_point() else 1
-        if self._scales(func, args, kwargs or {}):
-            return args[0].detach()
         if func.name() == "c10d::_reduce_scatter_base_" and self.device == "cpu":
             whole = torch.empty_like(args[1])  # Gloo allocates it: it sums all parts before it takes one.
             results = func(*args, **kwargs or {})
@@ -157,21 +152,7 @@ class Operators(TorchDispatchMode):
         held = torch.empty(-(-workspace // self.classes), self.classes, dtype=torch.uint8)
         results = [torch.empty(each.shape, dtype=each.dtype) for each in outputs]
         del held
-        for each in results:
-            self.waiting[each.untyped_storage()] = True
         return results
-
-    def _scales(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Return True for a step of `finish_gradient`, (tensor.to(float32) * factor).to(dtype).
-
-        On CUDA that is one kernel, in place where the dtypes allow.
-        """
-        if func not in (aten._to_copy.default, aten.mul.Tensor) or not self.waiting:
-            return False
-        storage = args[0].untyped_storage()
-        if func is aten.mul.Tensor:
-            return self.waiting.pop(storage, False)
-        return storage in self.waiting and kwargs.get("dtype") == torch.float32
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         size, stride = tensor.shape, tensor.stride()

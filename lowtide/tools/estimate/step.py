@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 
 from lowtide import defer_logits
+from lowtide.core.pending_gradient import finishing_as_eager
 from lowtide.tools.estimate.cuda import Functions, Operators
 from lowtide.tools.estimate.fsdp import shard
 from lowtide.tools.estimate.model import Model, fake, masks_as_on_data
@@ -66,6 +67,7 @@ def estimate(
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         stack.enter_context(FakeTensorMode())
+        stack.enter_context(finishing_as_eager(FakeTensor))
         model = fake(setting)
         if setting.tp > 1:
             divide(model.module, setting)
