@@ -22,12 +22,13 @@ from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.model import usual_dtype
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
-from lowtide.tools.figures import check_picture, unit_of
+from lowtide.tools.figures import check_picture
 from lowtide.tools.profile.record import Record, save
 from lowtide.tools.profile.run import INTERRUPTED
 from lowtide.tools.profile.run import script as run_script
 from lowtide.tools.profile.run import steps as run_steps
 from lowtide.tools.profile.timeline import draw, timeline
+from lowtide.tools.units import readable
 
 # Arguments after the script's name belong to the script.
 SETTINGS = {"allow_interspersed_args": False}
@@ -119,10 +120,9 @@ def write(record: Record, label: str, title: str, before: str, out: Path, files:
         raise UserError("nothing was allocated through torch")
     device, line = max(used.items(), key=lambda each: each[1].peak)
     several = len(used) > 1
-    unit, name = unit_of(line.peak)
     of_device = f" on {device}, the most of {len(used)} devices" if several else ""
     console = Console()
-    console.print(f"peak: {line.peak / unit:,.2f} {name}{before}{of_device}")
+    console.print(f"peak: {readable(line.peak, ',.2f')}{before}{of_device}")
     save(record.snapshot, files / SNAPSHOT)
     console.print(f"for pytorch.org/memory_viz: {out / SNAPSHOT}", soft_wrap=True)
     draw({label: line}, f"{title}, {device}" if several else title + before, files / PICTURE)

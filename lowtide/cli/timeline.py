@@ -13,8 +13,8 @@ from rich.console import Console
 from lowtide.cli.parameters import DeviceOption, check_output, output_picture, refuse_given
 from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.errors import UserError
-from lowtide.tools.figures import unit_of
 from lowtide.tools.profile.last_stage import SHAPES, SMOKE, draw, measure, read, write
+from lowtide.tools.units import readable
 
 
 def memory_timeline(
@@ -50,8 +50,7 @@ def memory_timeline(
         write(measure(SMOKE if smoke else SHAPES, chosen), csv, chosen)
     lines = read(csv)
     for line in lines:
-        unit, name = unit_of(line.timeline.peak)
-        peak = f"{line.timeline.peak / unit:,.2f} {name}"
+        peak = readable(line.timeline.peak, ",.2f")
         shape = f"[{line.shape.batch}, {line.shape.length}]"
         console.print(f"{shape} {line.provider}: {peak} {line.end}", markup=False, highlight=False)
     if picture is not None:

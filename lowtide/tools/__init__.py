@@ -8,6 +8,7 @@ Modules, in the order of imports:
 * ranks: the processes of torchrun, of which the first reads, writes and prints.
 * files: files that are either complete or absent; tables and dictionaries from them.
 * environment: versions, card and commit, for every table.
+* units: a number of bytes in the unit that suits it.
 * figures: the common look of figures.
 * eager: the loss with all logits, which every tool compares with.
 * layers: shard a model over ranks by FSDP2, layer by layer.

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation
 
-MIB, GIB = 2**20, 2**30
 ENDINGS = (".svg", ".png")
 INK, EDGE, GRID = "#343a40", "#ced4da", "#e9ecef"
 
@@ -63,11 +62,6 @@ STYLE = {
     "savefig.dpi": 160,
     "svg.hashsalt": "lowtide",  # The same drawing gives the same file.
 }
-
-
-def unit_of(size: float) -> tuple[int, str]:
-    """Return the unit in which a number of bytes is written, and its name."""
-    return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
 
 
 @contextlib.contextmanager

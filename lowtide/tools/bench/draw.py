@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lowtide.tools import figures, files
 from lowtide.tools.bench.cases import AXES
 from lowtide.tools.errors import UserError
+from lowtide.tools.units import readable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +61,7 @@ MEASURES = (
         "peak memory\nbeyond inputs and gradients",
         lambda point: point.memory,
         [2.0**power for power in range(0, 60, 4)],
-        lambda size: _bytes(size),
+        lambda size: readable(size, ".0f"),
     ),
     Measure(
         "relative error\nof dX or dW, the larger",
@@ -201,13 +202,6 @@ def _scale_values(axes: "Axes", measure: Measure) -> None:
 
 def _readable(size: float) -> str:
     return f"{size:.0f}" if size < 1000 else f"{size / 1000:.0f}k"
-
-
-def _bytes(size: float) -> str:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**power:
-            return f"{size / 1024**power:.0f} {unit}"
-    return f"{size:.0f} B"
 
 
 def _name_lines(row: Sequence["Axes"], measure: Measure, sweeps: Sweeps, looks: dict[str, dict]) -> None:

@@ -21,7 +21,7 @@ from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
 from lowtide.tools.bench.measure import Mode
 from lowtide.tools.bench.providers import PROVIDERS, Call, Entry
 from lowtide.tools.eager import eager_loss
-from lowtide.tools.figures import GIB
+from lowtide.tools.units import GIB
 
 RANK = 16
 WORKSPACE = 7 * GIB // 2  # Equal to that of the provider lowtide-3.5GiB.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
 from lowtide.tools.eager import eager_loss
-from lowtide.tools.figures import GIB, MIB
+from lowtide.tools.units import GIB, MIB
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -120,18 +120,18 @@ def _torch_chunked(case: Case) -> Loss:
 
 
 def _liger(accum_dtype: torch.dtype | None, case: Case) -> Loss:
-    module = _cuda_module("liger_kernel.transformers.functional", case)
+    module = cuda_module("liger_kernel.transformers.functional", case.device)
     options = {"ignore_index": IGNORE_INDEX, "softcap": case.softcap, "accum_dtype": accum_dtype}
     return partial(module.liger_fused_linear_cross_entropy, **options)
 
 
 def _cut_cross_entropy(case: Case) -> Loss:
-    module = _cuda_module("cut_cross_entropy", case)
+    module = cuda_module("cut_cross_entropy", case.device)
     return partial(module.linear_cross_entropy, ignore_index=IGNORE_INDEX, softcap=case.softcap)
 
 
 def _quack(use_scaled_exp: bool, case: Case) -> Loss:
-    module = _cuda_module("quack.linear_cross_entropy", case)
+    module = cuda_module("quack.linear_cross_entropy", case.device)
     _refuse_softcap(case)
     loss = partial(module.chunked_linear_cross_entropy, ignore_index=IGNORE_INDEX)
     return partial(loss, use_scaled_exp=use_scaled_exp)
@@ -142,8 +142,9 @@ def _refuse_softcap(case: Case) -> None:
         raise Unavailable("it has no soft cap")
 
 
-def _cuda_module(name: str, case: Case) -> ModuleType:
-    if case.device != "cuda":
+def cuda_module(name: str, device: str) -> ModuleType:
+    """Import a package whose kernels need CUDA, or raise Unavailable."""
+    if device != "cuda":
         raise Unavailable("its kernels need CUDA")
     try:
         return importlib.import_module(name)

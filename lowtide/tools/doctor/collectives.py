@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lowtide.ops.linear_cross_entropy.planning.agreement import MESSAGE_BYTES
 from lowtide.ops.linear_cross_entropy.planning.call import EXCLUDING
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.tools.units import readable
 
 INDEX_BYTES = 8
 
@@ -21,16 +22,9 @@ class Collective(NamedTuple):
     bytes: int
 
     def __str__(self) -> str:
-        size = readable(self.bytes)
+        size = readable(self.bytes, ".3g")
         moved = f"{self.times} times, {size} in all" if self.times > 1 else size
         return f"{self.kind} of {self.what} ({moved})"
-
-
-def readable(size: int) -> str:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**power:
-            return f"{size / 1024**power:.3g} {unit}"
-    return f"{size} bytes"
 
 
 def collectives(

@@ -6,6 +6,7 @@ import torch
 
 import lowtide
 from lowtide.tools.environment import card, present, version
+from lowtide.tools.units import readable
 
 # Packages that lowtide works with, or is compared with.
 OTHERS = (
@@ -51,7 +52,7 @@ def _devices() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = (
             f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+            f"{readable(properties.total_memory, '.0f')}, CUDA {torch.version.cuda}"
         )
     return found
 

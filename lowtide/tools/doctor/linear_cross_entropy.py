@@ -27,6 +27,7 @@ from lowtide.ops.linear_cross_entropy.planning.division.cost_model import three_
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.tools.doctor.collectives import Collective, collectives
 from lowtide.tools.environment import dtype_name, present
+from lowtide.tools.units import readable
 
 WEIGHT_GRADIENTS = {
     "single_product": "one product of all tokens, rounded as it leaves",
@@ -177,8 +178,7 @@ class Call:
             other = "cpu_exponentials"
         if other in reasons:
             found["why"] = f"not {other}: {reasons[other]}"
-        few = plan.workspace < 10 << 20
-        found["workspace"] = f"{plan.workspace / 2 ** (10 if few else 20):,.0f} {'KiB' if few else 'MiB'}"
+        found["workspace"] = readable(plan.workspace, ",.0f", at_least=10)
         if self.workspace is None:
             found["workspace"] += ", the default"
         found["products in"] = dtype_name(plan.compute_dtype)

@@ -10,6 +10,7 @@ from lowtide.tools import figures
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.step import Estimate, Result
 from lowtide.tools.estimate.tracker import ACTIVATIONS, CATEGORIES, GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS
+from lowtide.tools.units import unit_of
 
 COLORS = {
     WEIGHTS: "#495057",
@@ -51,7 +52,7 @@ def _count(parameters: int) -> str:
 
 
 def _unit(results: Sequence[Result]) -> tuple[int, str]:
-    return figures.unit_of(min(each.estimate.peak for each in results))
+    return unit_of(min(each.estimate.peak for each in results))
 
 
 def _measured(result: Result, unit: int) -> str:

@@ -24,6 +24,7 @@ from lowtide.tools.environment import ENVIRONMENT, Environment
 from lowtide.tools.errors import UserError
 from lowtide.tools.profile.record import recording
 from lowtide.tools.profile.timeline import Timeline, plot, timeline
+from lowtide.tools.units import unit_of
 
 STEPS = 3
 OUT_OF_MEMORY = "out of memory"
@@ -131,7 +132,7 @@ def read(path: Path) -> list[Line]:
 def draw(lines: list[Line], path: Path) -> None:
     """Draw a panel for each shape, on one scale of bytes, from zero."""
     top = max(line.timeline.peak for line in lines)
-    unit, name = figures.unit_of(top)
+    unit, name = unit_of(top)
     shapes = list(dict.fromkeys(line.shape for line in lines))
     with figures.figure(10, 4.2) as figure:
         panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.tools import figures
+from lowtide.tools.units import unit_of
 
 FINENESS = 1000  # A change of less than this part of the peak is not drawn.
 
@@ -66,7 +67,7 @@ def timeline(snapshot: dict[str, Any], device: int = 0) -> Timeline:
 
 def draw(lines: dict[str, Timeline], title: str, path: Path) -> None:
     """Draw one line for each name, eager and lowtide in their colours, and write its peak."""
-    unit, name = figures.unit_of(max(line.peak for line in lines.values()))
+    unit, name = unit_of(max(line.peak for line in lines.values()))
     with figures.figure(10, 4.2) as figure:
         axes = figure.subplots()
         for label, line in lines.items():

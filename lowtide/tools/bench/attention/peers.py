@@ -3,9 +3,7 @@
 Legend: B batches, H query heads, G key heads, M queries, N keys, K features of keys, E of values.
 """
 
-import importlib
 from itertools import accumulate
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,20 +11,11 @@ from torch import Tensor
 
 from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
 from lowtide.tools.bench.attention.torch_kernels import refuse
-from lowtide.tools.bench.providers import Unavailable
-
-
-def _module(name: str, case: AttentionCase) -> ModuleType:
-    if case.device != "cuda":
-        raise Unavailable("its kernels need CUDA")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as missing:
-        raise Unavailable(f"not installed: {missing}") from None
+from lowtide.tools.bench.providers import Unavailable, cuda_module
 
 
 def xformers(case: AttentionCase) -> Attention:
-    ops = _module("xformers.ops", case)
+    ops = cuda_module("xformers.ops", case.device)
     if case.key_heads != case.H:
         raise Unavailable("it takes other shapes where query heads share a key head")
     refuse(case, a_soft_cap=case.softcap, sinks=case.sinks, a_window=case.window)
@@ -57,7 +46,7 @@ def xformers(case: AttentionCase) -> Attention:
 
 
 def flash_attn(case: AttentionCase) -> Attention:
-    module = _module("flash_attn", case)
+    module = cuda_module("flash_attn", case.device)
     if case.dtype.itemsize != 2:
         raise Unavailable("it takes half precision alone")
     refuse(case, a_bias=case.bias, padded_keys=case.padded, sinks=case.sinks)

@@ -13,7 +13,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.tools import figures
 from lowtide.tools.bench.attention import table
 from lowtide.tools.bench.attention.providers import AttentionProvider
 from lowtide.tools.bench.attention.real import RealCase
@@ -24,6 +23,7 @@ from lowtide.tools.bench.measure import SWEEP_BUDGET_MS
 from lowtide.tools.bench.table import Format, reasons, rounded
 from lowtide.tools.environment import dtype_name
 from lowtide.tools.errors import UserError
+from lowtide.tools.units import readable
 
 TORCH = ("sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "varlen")
 REAL_PROVIDERS = ("lowtide", *TORCH, "xformers", "flash-attn")
@@ -108,12 +108,11 @@ def _cell(row: RealRow) -> Text:
 
 
 def _absolute(own: AttentionFigures) -> str:
-    unit, name = figures.unit_of(own.peak_bytes)
     times = [own.forward.ms, *([own.backward.ms] if own.backward else [])]
     error = f" {max(own.errors):.0e}" if own.errors else ""
     lines = [
         " / ".join(f"{ms:.3g}" for ms in times) + " ms",
-        f"{own.peak_bytes / unit:.1f} {name}{error}",
+        f"{readable(own.peak_bytes, '.1f')}{error}",
     ]
     if own.host_us:
         lines.append(" / ".join(f"{us:.0f}" for us in own.host_us) + " us")

@@ -14,7 +14,7 @@ from lowtide.tools.bench.heads.data import Head
 from lowtide.tools.bench.measure import SWEEP_BUDGET_MS, Mode, Row, rows
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider, lowtide_provider
 from lowtide.tools.doctor.linear_cross_entropy import Call
-from lowtide.tools.figures import GIB, MIB
+from lowtide.tools.units import GIB, MIB
 
 TOKENS = {"cuda": (256, 1024, 4096, 16384, 65536), "cpu": (256,)}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}

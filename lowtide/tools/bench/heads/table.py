@@ -13,7 +13,6 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.tools import figures
 from lowtide.tools.bench import table
 from lowtide.tools.bench.dots import Panel, draw_dots
 from lowtide.tools.bench.heads.rows import HeadRow
@@ -21,6 +20,7 @@ from lowtide.tools.bench.measure import Figures, quantiles, truth_dtype
 from lowtide.tools.bench.table import Format, reasons, rounded
 from lowtide.tools.environment import dtype_name
 from lowtide.tools.errors import UserError
+from lowtide.tools.units import readable
 
 FLOORS = ("aligned_floor_ms", "aligned_ratio")
 COLUMNS = (
@@ -101,10 +101,8 @@ def _by_case(rows: Iterable[HeadRow]) -> list[list[HeadRow]]:
 
 def _cell(own: Figures, best: bool) -> Text:
     ratio = Text(f"{own.aligned_ratio:.2f}{'*' if best else ''}", "bold" if best else "")
-    unit, name = figures.unit_of(own.peak_bytes)
-    return Text.assemble(
-        ratio, f" {own.ms:.3g} ms\n{own.peak_bytes / unit:.1f} {name} {max(own.errors[1:]):.0e}"
-    )
+    peak = readable(own.peak_bytes, ".1f")
+    return Text.assemble(ratio, f" {own.ms:.3g} ms\n{peak} {max(own.errors[1:]):.0e}")
 
 
 def draw(records: Sequence[Mapping[str, str]], path: Path) -> None:
