@@ -8,7 +8,13 @@ import sys
 import pytest
 
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import compiled_library
-from tests.core.cpu_gemm.small_library import ask, builds, compile_strange, compiler, kept
+from tests.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.small_library import (
+    ask,
+    builds,
+    compile_strange,
+    compiler,
+    kept,
+)
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="it is for Linux"),

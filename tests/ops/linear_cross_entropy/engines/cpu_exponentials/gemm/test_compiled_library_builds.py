@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import compiled_library
-from tests.core.cpu_gemm.small_library import ask, builds, compile_strange, compiler, kept, start
+from tests.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.small_library import (
+    ask,
+    builds,
+    compile_strange,
+    compiler,
+    kept,
+    start,
+)
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="it is for Linux"),

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
-from tests.core.cpu_gemm.small_library import compile_strange
+from tests.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.small_library import compile_strange
 from tests.support.extended import all_extended_but
 from tests.support.ranks import start_program
 
