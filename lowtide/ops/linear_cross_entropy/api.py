@@ -18,6 +18,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Backend,
 from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 from lowtide.ops.linear_cross_entropy.operator import remembered_call
+from lowtide.ops.linear_cross_entropy.operator.remembered_call import Tensors
 
 
 @advises(advice.INSTEAD_OF, advice.USAGE)
@@ -231,6 +232,14 @@ def linear_cross_entropy(
     Source: pytorch issue 124480; the chunk loop is that of
     github.com/mgmalek/efficient_cross_entropy.
     """
+    others = linear_bias, logit_scale, weight, row_weight, normalizer
+    operands, known = Tensors(input, linear_weight, target, *others), None
+    if group is first_class is num_classes is segments is None and not tokens_sharded:
+        call_options = reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, backend
+        known = remembered_call.signature(operands, *call_options)
+        remembered = None if known is None else remembered_call.run(known, operands)
+        if remembered is not None:
+            return remembered[0]
     tensors = {
         "input": input,
         "linear_weight": linear_weight,
@@ -240,13 +249,6 @@ def linear_cross_entropy(
         "logit_scale": logit_scale,
         "row_weight": row_weight,
     }
-    operands, known = remembered_call.Tensors(**tensors, normalizer=normalizer), None
-    if group is first_class is num_classes is segments is None and not tokens_sharded:
-        call_options = reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, backend
-        known = remembered_call.signature(operands, *call_options)
-        remembered = None if known is None else remembered_call.run(known, operands)
-        if remembered is not None:
-            return remembered[0]
     options: dict[str, Any] = {
         "reduction": reduction,
         "ignore_index": ignore_index,
@@ -353,15 +355,7 @@ def linear_log_probs(
     (arxiv.org/abs/2305.18290) and GRPO (arxiv.org/abs/2402.03300); asked for in
     Liger-Kernel issue 873 and TRL issue 7244.
     """
-    tensors = {
-        "input": input,
-        "linear_weight": linear_weight,
-        "target": target,
-        "linear_bias": linear_bias,
-        "weight": None,
-        "logit_scale": logit_scale,
-    }
-    operands, known = remembered_call.Tensors(**tensors), None
+    operands, known = Tensors(input, linear_weight, target, linear_bias, logit_scale), None
     options: dict[str, Any] = {
         "softcap": softcap,
         "ignore_index": ignore_index,
@@ -373,6 +367,14 @@ def linear_log_probs(
         remembered = None if known is None else remembered_call.run(known, operands)
         if remembered is not None:
             return LogProbs(*remembered)
+    tensors = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "weight": None,
+        "logit_scale": logit_scale,
+    }
     call, found = sharding.run_sharded(
         partial(_log_probs, **options),
         tensors,

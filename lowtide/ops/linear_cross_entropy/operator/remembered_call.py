@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowtide.core import torch_private
-from lowtide.core.autodiff import scatter_gradients
+from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.pending_gradient import finish_gradients
@@ -98,28 +98,44 @@ class Entry:
         self, tensors: Tensors, kept: Sequence[Tensor | None], grad_output: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the head's tensors."""
-        call = tensors.head, tensors.labels, self.plan.options, self.needs_grad
-        head, (target, *_), options, needs_grad = call
         if self.by_row:
             grad_output = [None if each is None else each.flatten() for each in grad_output]
-        if self.log_probs:
-            found = autograd.differentiated_log_probs(head, target, options, needs_grad, grad_output)
-        else:
-            found = autograd.differentiated_loss(*call, grad_output[0])
-        if found is not None:
-            return found
+        if is_differentiated(*grad_output):
+            return self._differentiated(tensors, grad_output)
         if not self.by_row:
-            assert grad_output[0] is not None
-            return finish_gradients(kept, grad_output[0], head.tensors, needs_grad, self.plan.backend)
+            of_head = tensors.input, tensors.linear_weight, tensors.linear_bias, tensors.logit_scale
+            (grad,) = grad_output
+            assert grad is not None
+            return finish_gradients(kept, grad, of_head, self.needs_grad, self.plan.backend)
         given = *grad_output, *tensors, *kept
-        if seen_by_nobody(given):
-            strides = tuple([None if each is None else each.stride() for each in given])
-            with on_device_of(tensors.input):
-                return scatter_gradients(self.backward(strides, *given), needs_grad)  # type: ignore[arg-type]
-        statistics: Any = kept
+        if not seen_by_nobody(given):
+            return self._by_operator(tensors, kept, grad_output)
+        strides = tuple([None if each is None else each.stride() for each in given])
+        with on_device_of(tensors.input):
+            return scatter_gradients(self.backward(strides, *given), self.needs_grad)  # type: ignore[arg-type]
+
+    def _differentiated(
+        self, tensors: Tensors, grad_output: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        options, needs_grad = self.plan.options, self.needs_grad
         if self.log_probs:
-            return autograd.of_row_log_probs(head, target, options, needs_grad, statistics, grad_output)
-        return autograd.of_row_losses(*call, statistics, grad_output[0])
+            call = tensors.head, tensors.target, options, needs_grad
+            found = autograd.differentiated_log_probs(*call, grad_output)
+        else:
+            of_loss = tensors.head, tensors.labels, options, needs_grad
+            found = autograd.differentiated_loss(*of_loss, grad_output[0])
+        assert found is not None
+        return found
+
+    def _by_operator(
+        self, tensors: Tensors, statistics: Any, grad_output: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        options, needs_grad = self.plan.options, self.needs_grad
+        if self.log_probs:
+            call = tensors.head, tensors.target, options, needs_grad
+            return autograd.of_row_log_probs(*call, statistics, grad_output)
+        of_loss = tensors.head, tensors.labels, options, needs_grad
+        return autograd.of_row_losses(*of_loss, statistics, grad_output[0])
 
     # What is recorded.
 
@@ -159,8 +175,8 @@ def signature(tensors: Tensors, *options: Any) -> Signature | None:
     kinds = tuple(map(type, options))
     if not all(kind in PLAIN for kind in kinds):
         return None
-    input, linear_weight, target = tensors[:3]
-    given = [input, linear_weight, target, *(each for each in tensors[3:] if each is not None)]
+    input, linear_weight, target, *others = tensors
+    given = [input, linear_weight, target, *[each for each in others if each is not None]]
     if not all(map(_is_strided, given)) or linear_weight.dim() != 2:
         return None
     if not seen_by_nobody(given) or forward_ad._current_level >= 0:
@@ -172,11 +188,9 @@ def signature(tensors: Tensors, *options: Any) -> Signature | None:
         return None
     if (input.data_ptr() | linear_weight.data_ptr()) % ALIGNMENT:
         return None
-    layouts = [
-        None if each is None else (each.shape, each.stride(), each.dtype, each.device, each.requires_grad)
-        for each in tensors
-    ]
-    return (options, kinds, torch.is_grad_enabled(), *layouts)
+    present = tuple([each is not None for each in others])
+    layouts = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad) for each in given]
+    return (options, kinds, torch.is_grad_enabled(), present, *layouts)
 
 
 def _is_strided(operand: Any) -> bool:
