@@ -22,18 +22,18 @@ from torch import Tensor
 from lowtide.core.kernels import backend
 from lowtide.core.matmul import product
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.gemm.triton import multiprocessors
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     in_torch,
     packed_triton,
     target_rows,
 )
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
+from lowtide.ops.linear_cross_entropy.planning.division.cost_model import OWN, SECONDS
 
-# What a sum over ranks takes beside a product (decision 0068): its kernel's blocks, and
-# the bytes a second that it moves.
-SPARED, LINK_SPEED = 32, 3e11  # decision 0068
-MULTIPROCESSORS, GEMM_SPEED = 132, 7e14  # those of cost_model.py
-CLASSES = 128  # of a tile
+# What a sum over ranks takes beside a product: blocks of its kernel, and bytes a second that it
+# moves (decision 0072).
+SPARED, LINK_SPEED = 32, 3e11
 
 
 class TritonFloatSum(in_torch.FloatSum):
@@ -101,8 +101,10 @@ class PackedSum:
 
     def _classes_beside(self, V: int, C: int, D: int) -> int:
         """Return the classes whose product takes as long as the collective beside it."""
-        share = self.beside / LINK_SPEED / (2 * V * C * D / GEMM_SPEED) * (1 - SPARED / MULTIPROCESSORS)
-        return min(V, math.ceil(share * V / CLASSES) * CLASSES)
+        classes, features = OWN
+        rounds = math.ceil(self.beside / LINK_SPEED / (C * SECONDS))
+        tiles = rounds * (multiprocessors(self.pair_VP.device) - SPARED)
+        return min(V, math.ceil(tiles / math.ceil(D / features)) * classes)
 
     def _add_classes(
         self,

@@ -85,10 +85,10 @@ def test_packed_sum_matches_triton(bits, last, C, D, V):
 
 
 @pytest.mark.parametrize("bits", [24, 20])
-@pytest.mark.parametrize("beside", [1 << 16, 1 << 21, 1 << 40], ids=["a tile", "some", "all"])
+@pytest.mark.parametrize("beside", [1, 1 << 40], ids=["some", "all"])
 def test_classes_beside_a_sum_over_ranks_change_no_bit(monkeypatch, bits, beside):
     """The first classes are added on fewer multiprocessors, in a launch of their own."""
-    C, D, V, chunks = 1000, 544, 4104, 3
+    C, D, V, chunks = 1000, 544, 8200, 3
     exp_CV, x_CD = operands(C, D, V, chunks)
     applied, weight_V, row_D = (
         torch.tensor(0.37, device="cuda"),
@@ -116,7 +116,7 @@ def test_classes_beside_a_sum_over_ranks_change_no_bit(monkeypatch, bits, beside
     assert launched[:3] == [(V, 0)] * 3
     spared = [classes for classes, spared in launched[3:] if spared]
     assert len(spared) == 3
-    assert set(spared) == {128} if beside == 1 << 16 else min(spared) > 128
+    assert set(spared) == {V} if beside > 1 else max(spared) < V
     assert sum(classes for classes, _ in launched[3:]) == 3 * V
 
 
