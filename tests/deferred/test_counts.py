@@ -126,7 +126,9 @@ def test_step_after_deferral_no_warning():
     train(model, past_the_head(model, tokens, targets), optimizer)
 
 
-COMPILED = pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+COMPILED = pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.extended)]
+)
 
 
 @COMPILED

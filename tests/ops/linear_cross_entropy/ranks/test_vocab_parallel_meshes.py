@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    "seeds", [(0, 20), pytest.param((20, 150), marks=pytest.mark.extended)], ids=["few", "many"]
+    "seeds", [(0, 10), pytest.param((10, 150), marks=pytest.mark.extended)], ids=["few", "many"]
 )
 def test_random_meshes(seeds):
     """1 to 8 ranks, shards of any size, even empty, in any order; meshes of up to 3 dimensions."""

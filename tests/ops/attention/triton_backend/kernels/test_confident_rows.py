@@ -160,7 +160,7 @@ class Counted:
         return self.kernel[grid]
 
 
-QUICKER = (GRID[1], GRID[3], GRID[6], GRID[9])  # a half of torch's, the float32 of each way of Triton's
+QUICKER = (GRID[1], GRID[9])  # a half of torch's, the float32 of Triton's quickest way
 
 
 @pytest.mark.parametrize(("name", "dtype", "products"), all_extended_but(QUICKER, GRID))
