@@ -83,8 +83,9 @@ def of_torch(kind, mesh):
 def of_transformers(kind, mesh):
     import transformers
 
+    # V + 1: Transformers gathers the logits only of classes that the ranks divide.
     config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=16, num_hidden_layers=1,
+        vocab_size=V + 1, hidden_size=D, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)

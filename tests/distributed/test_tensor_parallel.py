@@ -29,6 +29,8 @@ def results(request, tmp_path_factory):
 @pytest.mark.parametrize("kind", [*FUSED, *REAL])
 def test_exact(results, kind):
     """Of a head that gathers its logits, of torchtitan's, which does not, and of tp_plan="auto"."""
+    if kind == "transformers":
+        pytest.importorskip("accelerate")  # loading by a plan needs it
     for rank in results:
         assert "raised" not in rank[kind], rank[kind]["raised"]
         assert all(each <= 1e-6 for each in rank[kind]["errors"].values())
