@@ -48,15 +48,21 @@ def run_in_unit(unit: Any, inputs: tuple[Tensor, ...], run: Callable[..., Any]) 
     """Return run(*inputs) as a forward method of the unit, with its parameters gathered."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
+    state = unit._get_fsdp_state()
     # torch frees a unit's parameters after forward. It makes an exception for the root unit, whose
     # parameters backward needs at once. So does the head's backward; without the exception they
     # would be gathered twice (decision 0011).
-    if unit._get_fsdp_state()._auto_reshard_after_forward:
+    if state._auto_reshard_after_forward:
         unit.set_reshard_after_forward(False, recurse=False)
+    # A hook on inputs frees the unit as soon as they have gradients. Where another module of the
+    # unit computed them, its backward is still to come. So the hooks see tensors without elements.
+    several = len(state._modules) > 1
+    state._modules_to_run_forward.discard(unit)
     results: list[Any] = []
 
-    def method(*inputs: Tensor) -> Any:
-        results.append(run(*inputs))
+    def method(*seen: Tensor) -> Any:
+        cast = (each.to(like) for each, like in zip(inputs, seen)) if several else seen
+        results.append(run(*cast))
         return results[0]
 
     # The hooks cast the tensors among the method's arguments, and look at them and at its result.
@@ -65,7 +71,7 @@ def run_in_unit(unit: Any, inputs: tuple[Tensor, ...], run: Callable[..., Any]) 
     setattr(unit, METHOD, method)
     try:
         register_fsdp_forward_method(unit, METHOD)
-        getattr(unit, METHOD)(*inputs)
+        getattr(unit, METHOD)(*(each.new_empty(0) for each in inputs) if several else inputs)
     finally:
         delattr(unit, METHOD)
     if not torch.is_grad_enabled():
@@ -83,31 +89,51 @@ def find_sharded(parameter: Any) -> Sharded | None:
     return None
 
 
-def find_left_gathered(parameter: Any) -> Any:
-    """Return the unit of a parameter that is gathered although the unit's forward does not run.
-
-    A root unit leaves it so, and so does one that is not resharded after forward.
-    """
-    if torch.compiler.is_compiling() or not isinstance(parameter, nn.Parameter):
-        return None
-    for unit, each in _parameters():
-        # `_unsharded_param` is there once the parameter was gathered.
-        if getattr(each, "_unsharded_param", None) is parameter:
-            return unit if unit._get_fsdp_state()._training_state.name == "IDLE" else None
-    return None
-
-
 def expect_gradients(parameters: Iterable[Any], result: Any) -> None:
     """Let the backward of a result, computed outside of a unit's hooks, gather and reduce the unit.
 
-    Without this a gradient is lost if no other result of the unit takes part in that backward, or
-    if one did before. The inputs get no hook: theirs would reduce and free the unit halfway, if
-    they come from it themselves.
+    This concerns a unit that is gathered although its forward does not run: a root unit is left so,
+    and one that is not resharded after forward. Without this a gradient is lost if no other result
+    of the unit takes part in that backward, or if one did before. The inputs get no hook: theirs
+    would reduce and free the unit halfway, if they come from it themselves.
     """
-    for unit in {find_left_gathered(each) for each in parameters if each is not None} - {None}:
+    for unit, gathered in {unit: each for unit, each in map(_find_gathered, parameters) if unit}.items():
         state = unit._get_fsdp_state()
-        state._lazy_init()
-        state._register_pre_backward_hook(result)
+        ended = _end_forward(state, gathered)
+        if state._training_state.name == "IDLE":
+            state._lazy_init()
+            state._register_pre_backward_hook(result)
+        if ended and not torch.is_grad_enabled():
+            unit.reshard()  # as in run_in_unit
+
+
+def _find_gathered(parameter: Any) -> tuple[Any, Any]:
+    """Return the unit of a gathered parameter and torch's record of it, or (None, None)."""
+    if not torch.compiler.is_compiling() and isinstance(parameter, nn.Parameter):
+        for unit, each in _parameters():
+            # `_unsharded_param` is there once the parameter was gathered.
+            if getattr(each, "_unsharded_param", None) is parameter:
+                return unit, each
+    return None, None
+
+
+def _end_forward(state: Any, record: Any) -> bool:
+    """Count the use of a parameter as the forward of its module; return True if the unit's ends.
+
+    By torch 2.11 the forward of a unit of several modules ends behind the last of them. Without
+    this a unit with the last norm would wait for the head beyond the step: its parameters would
+    stay as they are, and its hooks would see nothing. By torch 2.13 the root's forward ends it.
+    """
+    if hasattr(state, "_force_complete_incomplete_states"):
+        return False
+    place, waiting = record._module_info, state._modules_to_run_forward
+    holders = {place.module, *place.shared_modules}
+    used = {each for each in waiting if not holders.isdisjoint(each.modules())}
+    waiting -= used
+    if not used or waiting:
+        return False
+    state._training_state = state._fsdp_param_group._training_state = type(state._training_state).IDLE
+    return True
 
 
 def gathers_head(function: Function) -> Function:

@@ -202,17 +202,17 @@ class Small(nn.Module):
     def __init__(self, bias=False):
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.head = nn.Linear(D, D), nn.Linear(D, V, bias=bias)
+        self.body, self.norm, self.head = nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, V, bias=bias)
 
     def forward(self, inputs):
-        return self.body(inputs).tanh()
+        return self.norm(self.body(inputs).tanh())
 
 
 def small(where, **given):
     model = Small(bias=given.pop("bias", False))
     given["mesh"] = mesh_of(RANKS)
-    if where == "own":
-        fully_shard(model.head, **given)
+    if where != "root":
+        fully_shard([model.norm, model.head] if where == "with norm" else model.head, **given)
     return fully_shard(model, **given)
 
 
@@ -235,7 +235,7 @@ def run_gathered(case, loss_of, where, rank):
     for k in range(len(losses)):
         (sum(loss(whole, k, each, by_logits) for each in range(RANKS)) / RANKS).backward()
     model.reshard()
-    model.head.reshard() if where == "own" else None
+    model.head.reshard() if where != "root" else None
     found, expected = model.head.weight.grad, whole.head.weight.grad
     assert found is not None
     return {"error": ((found.full_tensor() - expected).abs().max() / expected.abs().max()).item()}
