@@ -145,7 +145,7 @@ def small(config: PretrainedConfig, **options: Any) -> PretrainedConfig:
     for field in fields:
         value, size = vars(config).get(field), size_of(field)
         if isinstance(value, PretrainedConfig):
-            spec = type(config).sub_configs_defaults.get(field)
+            spec = getattr(type(config), "sub_configs_defaults", {}).get(field)  # newer than 5.17
             given = spec.init_kwargs if spec else {}
             kept = {name: each for name, each in given.items() if size_of(name) is None}
             options[field] = small(value, **(kept | options.get(field, {})))
