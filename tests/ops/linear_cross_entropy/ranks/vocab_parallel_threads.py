@@ -17,9 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup, _install_threaded_pg
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    ThreadLocalWorld,
+    _install_threaded_pg,
+)
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
@@ -176,6 +181,10 @@ def dist_size(shape: tuple[int, ...]) -> int:
 
 def main(seeds: range) -> None:
     _install_threaded_pg()
+    if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11 forgot what its destroy_process_group reads
+        ThreadLocalWorld.comms = property(lambda self: [])
+    with FakeTensorMode():  # a CUDA build that finds no card puts a guard in place, which threads must not
+        pass
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     # Before Python 3.12 threads share the lock of a cached property, within which ranks wait.
     for each in vars(RowLoss).values():
