@@ -20,7 +20,7 @@ from lowtide.core.autodiff import scatter_gradients
 Tensors = tuple[Tensor, ...]
 
 
-class Derivative(NamedTuple):
+class RowDerivative(NamedTuple):
     """Describe a derivative of a rowwise function, which is rowwise again."""
 
     derive: Callable[[Tensors, Tensors, Tensors, bool], Tensors]
@@ -51,7 +51,7 @@ class RowFunction:
         """Compute the outputs: the results of rows, then the sums, then the constants."""
         raise NotImplementedError
 
-    def derivative(self, described: Derivative, given_rows: int, given_whole: int) -> "RowFunction":
+    def derivative(self, described: RowDerivative, given_rows: int, given_whole: int) -> "RowFunction":
         """Return the function that computes this derivative.
 
         Its arguments are this function's. After those that are cut come `given_rows` gradients or
@@ -68,7 +68,7 @@ class RowFunction:
         if not given or not wanted:
             return (None,) * len(tensors)
         results = sum(place < self.cut for place in wanted)
-        described = Derivative(vector_jacobian, wanted, list(given), results)
+        described = RowDerivative(vector_jacobian, wanted, list(given), results)
         return scatter_gradients(self._evaluated(described, tensors, given, self.results), needed)
 
     def push_forward(
@@ -77,11 +77,11 @@ class RowFunction:
         """Return the tangents of the outputs at these places, to be differentiated further."""
         given = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
         results = sum(place < self.results for place in outputs)
-        described = Derivative(jacobian_vector, list(given), outputs, results)
+        described = RowDerivative(jacobian_vector, list(given), outputs, results)
         return self._evaluated(described, tensors, given, self.cut)
 
     def _evaluated(
-        self, described: Derivative, tensors: Tensors, given: dict[int, Tensor], boundary: int
+        self, described: RowDerivative, tensors: Tensors, given: dict[int, Tensor], boundary: int
     ) -> Tensors:
         """Compute a derivative; the tensors given at places before `boundary` are cut in chunks."""
         given_rows = [tensor for place, tensor in given.items() if place < boundary]
@@ -128,7 +128,7 @@ class Rowwise(RowFunction):
             del parts, terms  # free them before the next ones are made
         return (*results, *(total.to(dtype) for total, dtype in zip(sums, dtypes)))
 
-    def derivative(self, described: Derivative, given_rows: int, given_whole: int) -> "Rowwise":
+    def derivative(self, described: RowDerivative, given_rows: int, given_whole: int) -> "Rowwise":
         def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
             whole, last = split(whole, len(whole) - given_whole)
             given, create_graph = (*rows[self.cut :], *last), torch.is_grad_enabled()

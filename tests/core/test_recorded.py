@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from lowtide.core.compile_ahead import launches
 from lowtide.core.recording import recorded
-from lowtide.core.recording.recorded import Recorded, record
-from lowtide.core.recording.steps import Allocation, Question
+from lowtide.core.recording.recorded import RecordedFunction, record
+from lowtide.core.recording.steps import AllocationStep, Question
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_tensor_of_a_wider_one():
 
 def test_memory_returned_as_a_view_is_made_so():
     recording = record(returned_as_view, (X, Y))
-    (made,) = (step for step, _ in recording.steps if isinstance(step, Allocation))
+    (made,) = (step for step, _ in recording.steps if isinstance(step, AllocationStep))
     assert made.layout.shape == (4, 6)
     assert made.layout.strides == (1, 4)
 
@@ -107,7 +107,7 @@ def test_memory_is_freed_after_its_last_read():
 
 @pytest.mark.usefixtures("at_once")
 def test_numbers_that_are_read_are_not_recorded():
-    function = Recorded(lambda x: [x * 2 if x.sum() > 0 else x])
+    function = RecordedFunction(lambda x: [x * 2 if x.sum() > 0 else x])
     for given, expected in ((X, X * 2), (-X, -X)):
         assert torch.equal(function(None, given)[0], expected)
     assert function.known == {PLAIN: None}
@@ -125,7 +125,7 @@ def test_a_call_of_many_steps_is_not_recorded():
 @pytest.mark.usefixtures("at_once")
 def test_each_likeness_has_a_recording(monkeypatch):
     monkeypatch.setattr(recorded, "MOST", 2)
-    function = Recorded(lambda x: [x.new_ones(x.shape) + x])
+    function = RecordedFunction(lambda x: [x.new_ones(x.shape) + x])
     for rows in (1, 2, 3):
         assert torch.equal(function(rows, X[:rows])[0], X[:rows] + 1)
     assert list(function.known) == [(3, None)]
@@ -135,7 +135,7 @@ def test_each_likeness_has_a_recording(monkeypatch):
 def test_where_a_tensor_begins_tells_calls_apart():
     """Four bytes on, a kernel reads its numbers otherwise; 32 bytes on, it does not."""
     memory = torch.rand(64)
-    function = Recorded(lambda x, y: [x + 1, None])
+    function = RecordedFunction(lambda x, y: [x + 1, None])
     for first in (0, 8, 1, 9, 3):
         x = memory[first : first + 8]
         assert torch.equal(function(None, x, None)[0], x + 1)
@@ -152,7 +152,7 @@ def test_what_comes_often_is_recorded(monkeypatch):
         return record(function, tensors)
 
     monkeypatch.setattr(recorded, "record", counted)
-    function = Recorded(lambda x: [x + 1])
+    function = RecordedFunction(lambda x: [x + 1])
     last = recorded.RECORDED_CALL - 1
     for rows in [1] * last + [2] * last:
         assert torch.equal(function(rows, X[:rows])[0], X[:rows] + 1)
@@ -168,7 +168,7 @@ def test_what_comes_often_is_recorded(monkeypatch):
 
 @pytest.mark.usefixtures("at_once")
 def test_another_layout_than_rehearsed_is_computed_anew():
-    function = Recorded(lambda x: [(x + 1).sum(0)])
+    function = RecordedFunction(lambda x: [(x + 1).sum(0)])
     expected = function(None, X)[0]
     recording = function.known[PLAIN]
     question = next(step for step, _ in recording.steps if isinstance(step, Question))

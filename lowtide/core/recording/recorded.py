@@ -31,10 +31,10 @@ from lowtide.core.compile_ahead.placeholders import (
 )
 from lowtide.core.kernels.launch import watched
 from lowtide.core.recording.steps import (
-    Allocation,
+    AllocationStep,
     Box,
-    Layout,
     Memories,
+    MemoryLayout,
     Part,
     Question,
     Start,
@@ -56,11 +56,11 @@ ALLOCATIONS = {
 }
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-Step = Allocation | Question | Start
+Step = AllocationStep | Question | Start
 Results = Sequence[Tensor | None]
 
 
-class Recorded:
+class RecordedFunction:
     """Hold a function of tensors, and its recordings by what the tensors have in common."""
 
     def __init__(self, function: Callable[..., Results]) -> None:
@@ -153,7 +153,7 @@ class _Recorder:
         """The number of each memory of the rehearsal."""
         self.begins: list[int] = []
         """Where the tensor that each memory was made for begins, in bytes; and its layout."""
-        self.layouts: list[Layout | None] = []
+        self.layouts: list[MemoryLayout | None] = []
 
     def recording(self) -> Recording:
         for each in self.given:
@@ -212,7 +212,7 @@ class _Recorder:
         if note.function in ALLOCATIONS:
             made = self.layouts[parts[0].memory]
             assert made is not None
-            return Allocation(parts[0].memory, made, returned[0].device)
+            return AllocationStep(parts[0].memory, made, returned[0].device)
         return Question(note.function, arguments, options, parts)
 
     def _described(self, value: Any) -> Any:

@@ -20,14 +20,14 @@ class Unlike(Exception):
     """Tell that an operation returned another layout than in the rehearsal."""
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """Hold how a tensor lies in its memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
-    def permutes(self, other: "Layout") -> bool:
+    def permutes(self, other: "MemoryLayout") -> bool:
         """Return True if the other layout has the same dimensions in some order."""
         own, others = (sorted(zip(each.shape, each.strides)) for each in (self, other))
         return own == others and self.dtype == other.dtype
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     memory: int
     offset: int
     """In bytes, from where the memory's tensor begins."""
-    layout: Layout
+    layout: MemoryLayout
     whole: bool
     """True if it is the memory's tensor itself."""
 
@@ -69,11 +69,11 @@ class Box(NamedTuple):
 
 
 @dataclass(slots=True)
-class Allocation:
+class AllocationStep:
     """Make memory."""
 
     memory: int
-    layout: Layout
+    layout: MemoryLayout
     device: torch.device
 
     def run(self, memories: Memories, stream: int | None) -> None:
@@ -158,8 +158,8 @@ class Start:
         self.compiled = compiled  # last, since other threads run the same steps
 
 
-def layout_of(tensor: Tensor) -> Layout:
-    return Layout(tensor.shape, tensor.stride(), tensor.dtype)
+def layout_of(tensor: Tensor) -> MemoryLayout:
+    return MemoryLayout(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _filled(value: Any, memories: Memories) -> Any:

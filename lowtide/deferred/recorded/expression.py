@@ -4,8 +4,8 @@ The tree has the operations as the model's code called them. Evaluated on all ro
 logits bit for bit. No operation mixes rows, so the tree can also be evaluated on some of the rows.
 If no operation mixes classes, the same holds for classes.
 
-`Recorded.value` is the only way from the tree to the model's tensors, and refuses those that have
-changed since. Small operands (a number, a number a class) are copied, so they may change.
+`RecordedTensor.value` is the only way from the tree to the model's tensors, and refuses those that
+have changed since. Small operands (a number, a number a class) are copied, so they may change.
 
 Shapes: [...] are the rows, D features, V classes.
 """
@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 MIX_CLASSES = ("log_softmax", "softmax")
 
 
-class Recorded(NamedTuple):
+class RecordedTensor(NamedTuple):
     """Hold hidden states or a weight, shared with the model."""
 
     tensor: Tensor
@@ -70,8 +70,8 @@ class Recorded(NamedTuple):
 class Linear(NamedTuple):
     """Hold one product, as F.linear would have made it where the head was called."""
 
-    input: Recorded  # [..., D]
-    weight: Recorded  # [V, D]
+    input: RecordedTensor  # [..., D]
+    weight: RecordedTensor  # [V, D]
     bias: Tensor | None  # [V]
     autocast: torch.dtype | None
     """Autocast's dtype there; None if it was off."""
@@ -214,12 +214,12 @@ def with_first_input(node: Node, change: Change) -> Node:
     return with_tensors(node, rows=lambda x: next(changes, lambda x: x)(x))
 
 
-def record(tensor: Tensor) -> Recorded:
+def record(tensor: Tensor) -> RecordedTensor:
     """Record a tensor whose data no other code can replace."""
-    return Recorded(tensor, _version(tensor))
+    return RecordedTensor(tensor, _version(tensor))
 
 
-def record_shared(tensor: Tensor) -> Recorded:
+def record_shared(tensor: Tensor) -> RecordedTensor:
     """Record a model's tensor by an alias, which keeps its memory if `tensor.data` is replaced."""
     # An alias would lose the tangent of forward mode, and the level of a transform.
     if torch.compiler.is_compiling() or in_transform(tensor) or is_dtensor(tensor):

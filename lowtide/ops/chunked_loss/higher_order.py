@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowtide.core import torch_private
-from lowtide.core.row_function import Derivative, RowFunction, Tensors, as_variables, at, split
+from lowtide.core.row_function import RowDerivative, RowFunction, Tensors, as_variables, at, split
 from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional import closures
 from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, check_none
@@ -141,7 +141,7 @@ class Rows(RowFunction):
         shaped = (result.view(*job.leading, *result.shape[1:]) for result in results)
         return (*shaped, *(total.total for total in sums))
 
-    def derivative(self, described: Derivative, given_rows: int, given_whole: int) -> "Rows":
+    def derivative(self, described: RowDerivative, given_rows: int, given_whole: int) -> "Rows":
         def function(place: int, rows: Tensors, whole: Tensors) -> Both:
             whole, last = split(whole, len(whole) - given_whole)
             given, create_graph = (*rows[self.cut :], *last), torch.is_grad_enabled()

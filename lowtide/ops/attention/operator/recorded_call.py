@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.operator import seen_by_nobody
-from lowtide.core.recording.recorded import Recorded
+from lowtide.core.recording.recorded import RecordedFunction
 from lowtide.ops.attention.definition.masks import AttentionBias, Band, intervals
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands
 from lowtide.ops.attention.operator import ops
@@ -41,7 +41,7 @@ class RecordedCall:
             self.mask = AttentionBias()
             self.mask.band = call.mask.band
         self.window: Band | None = call.window
-        self.forward, self.backward = Recorded(self._forward), Recorded(self._backward)
+        self.forward, self.backward = RecordedFunction(self._forward), RecordedFunction(self._backward)
 
     def run(self, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
         """Return the result and the logsumexp, or None for tensors that the operators must see."""

@@ -73,14 +73,14 @@ class Entry:
     """Hold what was decided for a call, but no tensor."""
 
     def __init__(self, plan: Plan, copied: tuple[bool, ...]) -> None:
-        from lowtide.core.recording.recorded import Recorded  # imports Triton
+        from lowtide.core.recording.recorded import RecordedFunction  # imports Triton
 
         self.plan, self.copied = plan, copied
         self.needs_grad = plan.needs_grad.all
         self.log_probs = plan.call_kind.log_probs
         self.by_row = self.log_probs or plan.options.reduction == "none"
         self.results = 4 if self.log_probs else 1
-        self.forward, self.backward = Recorded(self._forward), Recorded(self._backward)
+        self.forward, self.backward = RecordedFunction(self._forward), RecordedFunction(self._backward)
 
     def run(self, tensors: Tensors) -> Sequence[Tensor]:
         """Return the results, of which autograd knows if gradients are needed."""
