@@ -13,7 +13,7 @@ from lowtide.ops.attention.definition.masks import (
     from_torch,
     is_from_torch,
 )
-from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionCall, AttentionOptions, Operands
 from lowtide.ops.attention.definition.validation import (
     Backend,
     check_backend,
@@ -259,7 +259,7 @@ def scaled_dot_product_attention(
         if mask is not None:
             raise ArgumentError("attn_mask must be a tensor or None beside is_causal, got a mask")
         mask = LowerTriangularMask()
-    options = Options(_scale(scale, query), dropout=dropout_p, rows_first=False)
+    options = AttentionOptions(_scale(scale, query), dropout=dropout_p, rows_first=False)
     call = AttentionCall(Operands(*own), mask, None, options)
     out, _ = dispatch.attention(call, known, (query, key, value, tensor))
     return layout.result(out)
@@ -296,7 +296,7 @@ def _attention(
     band = check_window(window)
     mask, tensor = _split_bias(attn_bias)
     layout, *own = layouts.from_xformers(query, key, value, tensor)
-    options = Options(_scale(scale, query), float(softcap or 0), float(p), True, backend)
+    options = AttentionOptions(_scale(scale, query), float(softcap or 0), float(p), True, backend)
     call = AttentionCall(Operands(*own), mask, band, options, with_logsumexp, seed, generator)
     out, logsumexp = dispatch.attention(call, known, (query, key, value, tensor))
     return layout.result(out), None if logsumexp is None else layout.logsumexp(logsumexp)

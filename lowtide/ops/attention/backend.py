@@ -21,7 +21,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.core.kernels.backend import marked_constant, reason_against_triton
 from lowtide.core.kernels.devices import runs_plain_torch
 from lowtide.ops.attention.definition.masks import is_plain_causal
-from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Sizes, is_far, sizes
+from lowtide.ops.attention.definition.operands import AttentionCall, AttentionSizes, Operands, is_far, sizes
 from lowtide.ops.attention.sdpa import alignment
 
 # torch's kernels multiply a causal mask's -inf by the scale, in float32. A scale of 0 or less gives
@@ -128,7 +128,7 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
     return None
 
 
-def _reason_against_sdpa_on_cuda(operands: Operands, size: Sizes, causal: bool) -> str | None:
+def _reason_against_sdpa_on_cuda(operands: Operands, size: AttentionSizes, causal: bool) -> str | None:
     """Return why torch's kernels for CUDA cannot take the call, or None."""
     if operands.query.dtype not in HALVES:
         return "its kernels for float32 are slower"

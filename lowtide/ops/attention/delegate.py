@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 from lowtide.core import torch_private
 from lowtide.core.autodiff import is_differentiated
 from lowtide.ops.attention.definition.masks import Band, intervals
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
 from lowtide.ops.attention.operator import autograd
 from lowtide.ops.attention.sdpa import alignment
 from lowtide.ops.attention.sdpa.kernels import FUSED, FUSED_NUMBERS
@@ -32,21 +32,21 @@ from lowtide.ops.attention.sdpa.kernels import FUSED, FUSED_NUMBERS
 Gradients = tuple[Tensor | None, ...]
 
 
-def attention(operands: Operands, causal: bool, options: Options) -> Tensor:  # [B, H, M, E]
+def attention(operands: Operands, causal: bool, options: AttentionOptions) -> Tensor:  # [B, H, M, E]
     """Compute attention by torch's kernels, [B, H, M, E], with a gradient where one is needed."""
-    handed = Handed(operands, causal, options)
+    handed = SdpaCall(operands, causal, options)
     if handed.is_fused(operands):
         return handed.run(*operands[:3])
     with torch.autocast(operands.device.type, enabled=False), sdpa_kernel(FUSED):
         return handed.run(*operands[:3])
 
 
-class Handed:
+class SdpaCall:
     """Hold the options of a call as torch's function takes them."""
 
     __slots__ = ("given", "options")
 
-    def __init__(self, operands: Operands, causal: bool, options: Options) -> None:
+    def __init__(self, operands: Operands, causal: bool, options: AttentionOptions) -> None:
         self.options = options._replace(backend="sdpa", causal=causal)
         self.given = {
             "is_causal": causal,
@@ -123,6 +123,6 @@ def _after_backward(
         operands = operands._replace(first=seen.first_M, end=seen.end_M)
     needs_grad = [each is not None for each in (*grad_inputs[:3], None)]
     found = autograd.differentiable_backward(
-        operands, Options(node._saved_scale), needs_grad, (grad_output, None)
+        operands, AttentionOptions(node._saved_scale), needs_grad, (grad_output, None)
     )
     return *found[:3], *grad_inputs[3:]

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.core import torch_private
 from lowtide.core.autodiff import in_transform
 from lowtide.ops.attention.definition.operands import AttentionCall
-from lowtide.ops.attention.delegate import Handed
+from lowtide.ops.attention.delegate import SdpaCall
 from lowtide.ops.attention.sdpa.alignment import BYTES
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Results = tuple[Tensor, Tensor | None]
 """The result, and the logsumexp if it is asked for."""
 
 
-class Entry(Protocol):
+class RememberedAttention(Protocol):
     """Run a call like an earlier one."""
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Results | None:
@@ -38,7 +38,7 @@ class Entry(Protocol):
 class HandedOn(NamedTuple):
     """Hold a call that torch's kernels take."""
 
-    handed: Handed
+    handed: SdpaCall
     device: str
     """"cpu" or "cuda"."""
     rows_first: bool
@@ -70,7 +70,7 @@ class Launched(NamedTuple):
 
 # All are forgotten where there are so many, as with sizes that change from call to call.
 MOST = 4096
-_calls: dict[Signature, Entry] = {}
+_calls: dict[Signature, RememberedAttention] = {}
 
 
 def signature(
@@ -130,10 +130,10 @@ def remember(known: Signature, tensors: Tensors, call: AttentionCall, backend: s
     _calls[known] = entry
 
 
-def _entry(tensors: Tensors, call: AttentionCall, backend: str) -> Entry | None:
+def _entry(tensors: Tensors, call: AttentionCall, backend: str) -> RememberedAttention | None:
     operands, device = call.operands, call.operands.device.type
     if backend == "sdpa" and _are_usual(device, *tensors[:3]):
-        handed = Handed(operands, call.mask is not None, call.options)
+        handed = SdpaCall(operands, call.mask is not None, call.options)
         return HandedOn(handed, device, call.options.rows_first) if handed.is_fused(operands) else None
     known = torch_private.below_autograd is not None
     if backend == "triton" and not call.options.dropout and known:

@@ -19,7 +19,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.backend import BackendChoice
 from lowtide.ops.attention.definition import layouts
-from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionCall, AttentionOptions, Operands
 from lowtide.ops.attention.definition.validation import check_backend, check_numbers, check_window
 
 
@@ -81,7 +81,7 @@ class Call:
         band = check_window(self.window)
         N = self.M if self.N is None else self.N
         E = self.K if self.E is None else self.E
-        options = Options(1.0, self.softcap or 0.0, self.dropout, backend=self.backend)
+        options = AttentionOptions(1.0, self.softcap or 0.0, self.dropout, backend=self.backend)
         mask = self.mask.of(self.M, N) if self.mask else None
         with FakeTensorMode(), torch.no_grad():
             query = self._tensor(self.M, self.H, self.K)

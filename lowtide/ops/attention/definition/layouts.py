@@ -14,7 +14,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention.definition.validation import check_tensors
 
 
-class Layout(NamedTuple):
+class CallerLayout(NamedTuple):
     """Hold the caller's layout, to bring a result back into it."""
 
     name: str
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
 def from_xformers(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> tuple[Layout, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[CallerLayout, Tensor, Tensor, Tensor, Tensor | None]:
     """Return the layout, and query, key, value and bias in [B, H, M, K].
 
     The layouts are [B, M, K]; [B, M, H, K], where key and value may have fewer heads; and
@@ -60,10 +60,10 @@ def from_xformers(
         if bias is not None and bias.dim() <= 3:
             bias = _padded(bias, 3, "[B, M, N]")[:, None]
         own = tuple(tensor[:, None] for tensor in (query, key, value))
-        return Layout("BMK"), *own, None if bias is None else _padded(bias, 4, "[B, 1, M, N]")
+        return CallerLayout("BMK"), *own, None if bias is None else _padded(bias, 4, "[B, 1, M, N]")
     if dims == 4:
         own = tuple(tensor.transpose(1, 2) for tensor in (query, key, value))
-        return Layout("BMHK"), *own, None if bias is None else _padded(bias, 4, "[B, H, M, N]")
+        return CallerLayout("BMHK"), *own, None if bias is None else _padded(bias, 4, "[B, H, M, N]")
     G, H = query.shape[2:4]
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape[2] != G or not (tensor.shape[3] == 1 or tensor.shape[3] == H):
@@ -79,12 +79,12 @@ def from_xformers(
     if key.stride(3) == value.stride(3) == 0 and not needs_gradient:
         key, value = key[:, :, :, :1], value[:, :, :, :1]
     own = tuple(tensor.permute(0, 2, 3, 1, 4).flatten(1, 2) for tensor in (query, key, value))
-    return Layout("BMGHK", groups=G), *own, None if bias is None else _grouped(bias, G, H)
+    return CallerLayout("BMGHK", groups=G), *own, None if bias is None else _grouped(bias, G, H)
 
 
 def from_torch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
-) -> tuple[Layout, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[CallerLayout, Tensor, Tensor, Tensor, Tensor | None]:
     """Return the layout, and query, key, value and mask in [B, H, M, K].
 
     The layout is [..., H, M, E]; the leading dimensions broadcast.
@@ -110,7 +110,7 @@ def from_torch(
         for tensor, size in zip(padded, heads)
     )
     leading = (*batches, heads[0])[2 - dims :] if dims > 2 else ()
-    return Layout("torch", leading), *own, None if mask is None else _flat_mask(mask, batches)
+    return CallerLayout("torch", leading), *own, None if mask is None else _flat_mask(mask, batches)
 
 
 def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:

@@ -57,7 +57,7 @@ class Operands(NamedTuple):
         return B, H, 2, M
 
 
-class Options(NamedTuple):
+class AttentionOptions(NamedTuple):
     """Hold the options of a call."""
 
     scale: float
@@ -81,14 +81,14 @@ class AttentionCall(NamedTuple):
     """Without intervals and seed."""
     mask: AttentionBias | None
     window: Band | None
-    options: Options
+    options: AttentionOptions
     with_logsumexp: bool = False
     seed: int | Tensor | None = None
     """Dropout's seed; None if the generator, or torch's default one, draws it."""
     generator: torch.Generator | None = None
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Hold the sizes of a call."""
 
     B: int
@@ -105,10 +105,10 @@ class Sizes(NamedTuple):
         return self.H // self.G if self.G else 1
 
 
-def sizes(operands: Operands) -> Sizes:
+def sizes(operands: Operands) -> AttentionSizes:
     B, H, M, K = operands.query.shape
     G, N, E = operands.value.shape[1:]
-    return Sizes(B, H, G, M, N, K, E)
+    return AttentionSizes(B, H, G, M, N, K, E)
 
 
 def allocate_low(out: Tensor) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, rescale, row_keys
 from lowtide.ops.attention.definition.masks import Intervals, visible
-from lowtide.ops.attention.definition.operands import Operands, Options, sizes
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, sizes
 
 
-def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+def attention(operands: Operands, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Return the result [B, H, M, E] and the logsumexp of each row, [B, H, M]."""
     query, key, value, bias, first, end, seed = operands
     B, H, _, M, N, _, _ = sizes(operands)
@@ -28,7 +28,7 @@ def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def attend(
-    operands: Operands, shown_MN: Tensor | None, keep_BHMN: Tensor | None, options: Options
+    operands: Operands, shown_MN: Tensor | None, keep_BHMN: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Return both for operands in the dtype of sums; the mask and dropout are matrices."""
     query, key, value, bias = operands.differentiable

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, scatter_gradients
 from lowtide.core.operator import call
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
 from lowtide.ops.attention.operator import higher_order, ops
 
 Gradients = tuple[Tensor | None, ...]
@@ -23,7 +23,9 @@ Gradients = tuple[Tensor | None, ...]
 KEPT_FEATURES = 256  # the most of a result whose low half is kept (decision 0055)
 
 
-def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tuple[Tensor, Tensor | None]:
+def attention(
+    operands: Operands, options: AttentionOptions, with_logsumexp: bool
+) -> tuple[Tensor, Tensor | None]:
     """Compute the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for.
 
     The backend that the options name runs forward and backward.
@@ -33,7 +35,9 @@ def attention(operands: Operands, options: Options, with_logsumexp: bool) -> tup
     return out, logsumexp
 
 
-def with_gradients(operands: Operands, options: Options) -> tuple[Options, tuple[bool, ...]]:
+def with_gradients(
+    operands: Operands, options: AttentionOptions
+) -> tuple[AttentionOptions, tuple[bool, ...]]:
     """Return the options with what forward keeps for backward, and which operands get gradients."""
     tracked = torch.is_grad_enabled()
     needs_grad = tuple(
@@ -52,7 +56,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        options: Options,
+        options: AttentionOptions,
         needs_grad: tuple[bool, ...],
         with_logsumexp: bool,
         *tensors: Tensor | None,
@@ -89,7 +93,10 @@ class _Attention(torch.autograd.Function):
 
 
 def differentiable_backward(
-    operands: Operands, options: Options, needs_grad: Sequence[bool], grad_output: Sequence[Tensor | None]
+    operands: Operands,
+    options: AttentionOptions,
+    needs_grad: Sequence[bool],
+    grad_output: Sequence[Tensor | None],
 ) -> Gradients:
     """Return the gradients as differentiable functions of the operands."""
 

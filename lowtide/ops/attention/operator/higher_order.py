@@ -13,7 +13,7 @@ from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.attention.definition import reference
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
 from lowtide.ops.attention.definition.masks import Intervals, visible
-from lowtide.ops.attention.definition.operands import Operands, Options, sizes
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, sizes
 
 # A chunk's scores take at most this many bytes, and a derivative holds this many copies of them.
 # Every chunk has at least one query.
@@ -21,7 +21,7 @@ WORKSPACE = 64 << 20
 COPIES = 12
 
 
-def attention(operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+def attention(operands: Operands, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Compute the result [B, H, M, E] and the logsumexp [B, H, M], chunk by chunk."""
     B, H, _, M, N, _, _ = sizes(operands)
     query, key, value, bias, first, end, seed = operands

@@ -21,7 +21,13 @@ from torch.library import register_fake
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
-from lowtide.ops.attention.definition.operands import Operands, Options, allocate, allocate_low, sizes
+from lowtide.ops.attention.definition.operands import (
+    AttentionOptions,
+    Operands,
+    allocate,
+    allocate_low,
+    sizes,
+)
 from lowtide.ops.attention.sdpa import kernels
 from lowtide.ops.attention.torch_backend.backward import BlockwiseBackward
 from lowtide.ops.attention.torch_backend.forward import Blockwise
@@ -64,10 +70,10 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
         return BlockwiseBackward(operands, options, needs_grad).backward(*saved[:4])
 
 
-def _parse(arguments: Sequence[Any], saved: int = 0) -> tuple[Sequence[Any], Operands, Any, Options]:
+def _parse(arguments: Sequence[Any], saved: int = 0) -> tuple[Sequence[Any], Operands, Any, AttentionOptions]:
     """Return the arguments before the operands, the operands, what is asked for, and options."""
     end = saved + len(Operands._fields)
-    operands, options = Operands(*arguments[saved:end]), Options(*arguments[end + 1 :])
+    operands, options = Operands(*arguments[saved:end]), AttentionOptions(*arguments[end + 1 :])
     return arguments[:saved], operands, arguments[end], options
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide.core import torch_private
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
 from lowtide.ops.attention.sdpa.alignment import NO_DROPOUT, readable, readable_in
 
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 PADDED_ROWS = 32
 
 
-def forward(operands: Operands, options: Options, keep_statistics: bool) -> list[Tensor]:
+def forward(operands: Operands, options: AttentionOptions, keep_statistics: bool) -> list[Tensor]:
     """Return the result and, if asked for, the logsumexp and 0 of each row, [B, H, 2, M]."""
     tensors = [readable(each) for each in operands[:3]]
     kernel, given = _kernel(tensors, options, keep_statistics), {"scale": options.scale}
@@ -57,7 +57,7 @@ def forward(operands: Operands, options: Options, keep_statistics: bool) -> list
 
 def backward(
     operands: Operands,
-    options: Options,
+    options: AttentionOptions,
     needs_grad: Sequence[bool],
     grad_output: Tensor,
     grad_logsumexp: Tensor | None,
@@ -101,7 +101,7 @@ def backward(
     return [_in_layout(each, options.rows_first) for each, want in zip(found, needs_grad) if want]
 
 
-def _kernel(tensors: Sequence[Tensor], options: Options, tracked: bool) -> SDPBackend:
+def _kernel(tensors: Sequence[Tensor], options: AttentionOptions, tracked: bool) -> SDPBackend:
     """Return the kernel that torch takes for such tensors, whatever its settings are."""
     query, key, value = (each.detach().requires_grad_(tracked) for each in tensors)
     given = {"is_causal": options.causal, "enable_gqa": query.shape[1] != key.shape[1]}

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.ops.attention.definition.operands import Operands, Options, allocate
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, allocate
 from lowtide.ops.attention.torch_backend.forward import Blockwise
 from lowtide.ops.attention.torch_backend.tiling import Chunk, KeySpan
 
@@ -45,7 +45,7 @@ class ScoreTile(NamedTuple):
 class BlockwiseBackward(Blockwise):
     """Hold one backward call: its operands, the gradients asked for, and their memory."""
 
-    def __init__(self, operands: Operands, options: Options, needs_grad: Sequence[bool]) -> None:
+    def __init__(self, operands: Operands, options: AttentionOptions, needs_grad: Sequence[bool]) -> None:
         super().__init__(operands, options)
         self.grad_query_BHMK, self.grad_key_BGNK, self.grad_value_BGNE = (
             allocate(tensor, tensor.shape, options.rows_first) if want else None

@@ -19,14 +19,14 @@ from lowtide.core.kernels.devices import runs_plain_torch
 from lowtide.core.matmul import blocks
 from lowtide.core.soft_cap import slope_of_tanh
 from lowtide.ops.attention.definition import dropout
-from lowtide.ops.attention.definition.operands import Operands, Options, allocate, sizes
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, allocate, sizes
 from lowtide.ops.attention.torch_backend.tiling import Chunk, KeySpan, head_chunks, tile_shape
 
 
 class Blockwise:
     """Hold one call: its operands, its tiles, and the buffers that the tiles share."""
 
-    def __init__(self, operands: Operands, options: Options) -> None:
+    def __init__(self, operands: Operands, options: AttentionOptions) -> None:
         self.operands, self.options = operands, options
         self.size = sizes(operands)
         self.dtype, self.device = operands.sum_dtype, operands.device

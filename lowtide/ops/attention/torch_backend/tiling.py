@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.ops.attention.definition.operands import Sizes
+from lowtide.ops.attention.definition.operands import AttentionSizes
 
 # Scores in a tile. A tile of this size stays in a core's own cache from one pass to the next, and
 # is large enough that the call of a torch operation takes little time beside it.
@@ -85,7 +85,7 @@ class Chunk(NamedTuple):
         return bias[tuple(slice(None) if size == 1 else at for size, at in zip(bias.shape, place))]
 
 
-def tile_shape(size: Sizes) -> TileShape:
+def tile_shape(size: AttentionSizes) -> TileShape:
     """Return a tile's size for this call.
 
     A tile is square if there are many queries and many keys. If there are few of one, it is longer

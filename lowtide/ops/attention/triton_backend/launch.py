@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv
 from lowtide.ops.attention.definition import dropout
-from lowtide.ops.attention.definition.operands import Operands, Options, Sizes, sizes
+from lowtide.ops.attention.definition.operands import AttentionOptions, AttentionSizes, Operands, sizes
 from lowtide.ops.attention.triton_backend.kernels.bf16_split import piece_count, precision, split
 from lowtide.ops.attention.triton_backend.kernels.dropout import dropout_keys_kernel
 from lowtide.ops.attention.triton_backend.tile_sizes import Tile, find_tile, shared_memory
@@ -53,7 +53,7 @@ class Switches(NamedTuple):
 class KernelCall(NamedTuple):
     """Hold the tensors and constants of one call that its kernels take, or of some batches."""
 
-    size: Sizes
+    size: AttentionSizes
     dtype: torch.dtype
     """The operands' dtype, before they are split."""
     pieces: int
@@ -163,7 +163,7 @@ class KernelCall(NamedTuple):
         )
 
 
-def kernel_call(operands: Operands, options: Options) -> KernelCall:
+def kernel_call(operands: Operands, options: AttentionOptions) -> KernelCall:
     """Return the call with the arguments that its kernels take; compute the keys of dropout."""
     size, (query, key, value, bias, first, end, seed) = sizes(operands), operands
     row_key = column_key = None
@@ -185,7 +185,7 @@ def kernel_call(operands: Operands, options: Options) -> KernelCall:
     return KernelCall(size, query.dtype, pieces, query, key, value, bias, *vectors, scalars, switches, step)
 
 
-def _dropout_keys(seed: Tensor, size: Sizes) -> tuple[Tensor, Tensor]:
+def _dropout_keys(seed: Tensor, size: AttentionSizes) -> tuple[Tensor, Tensor]:
     """Return dropout's keys, [B, H, M] and [N], int32."""
     B, H, _, M, N, _, _ = size
     row_key = torch.empty(B, H, M, dtype=torch.int32, device=seed.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv, next_power_of_2
-from lowtide.ops.attention.definition.operands import Operands, Options, allocate, is_far
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, allocate, is_far
 from lowtide.ops.attention.triton_backend import launch_small_problems
 from lowtide.ops.attention.triton_backend.kernels.confident_rows import confident_delta_kernel
 from lowtide.ops.attention.triton_backend.kernels.recompute import (
@@ -71,7 +71,7 @@ class StripMemory:
 
 def backward(
     operands: Operands,
-    options: Options,
+    options: AttentionOptions,
     needs_grad: Sequence[bool],
     grad_output: Tensor,
     grad_logsumexp: Tensor | None,

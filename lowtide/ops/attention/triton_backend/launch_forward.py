@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv
-from lowtide.ops.attention.definition.operands import Operands, Options, allocate, allocate_low
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, allocate, allocate_low
 from lowtide.ops.attention.triton_backend import launch_few_queries, launch_small_problems
 from lowtide.ops.attention.triton_backend.kernels.forward import forward_kernel
 from lowtide.ops.attention.triton_backend.launch import kernel_call
 
 
-def forward(operands: Operands, options: Options, keep_statistics: bool) -> list[Tensor]:
+def forward(operands: Operands, options: AttentionOptions, keep_statistics: bool) -> list[Tensor]:
     """Return the result and, if asked for, the statistics of each row and the low half."""
     call = kernel_call(operands, options)
     B, H, _, M, _, _, E = call.size

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lowtide.core.kernels.backend import cdiv
-from lowtide.ops.attention.definition.operands import Operands, Options, Sizes
+from lowtide.ops.attention.definition.operands import AttentionOptions, AttentionSizes, Operands
 from lowtide.ops.attention.triton_backend.kernels.bf16_split import padded_width
 
 # Bytes that a strip may hold, including its operands' pieces and a float32 sum of dq: 256 MiB of
@@ -59,10 +59,10 @@ class Strip(NamedTuple):
     def key_heads(self) -> slice:
         return slice(self.first_group, self.first_group + self.groups)
 
-    def heads(self, size: Sizes) -> slice:
+    def heads(self, size: AttentionSizes) -> slice:
         return slice(self.first_group * size.R, (self.first_group + self.groups) * size.R)
 
-    def shape(self, size: Sizes) -> tuple[int, int, int]:
+    def shape(self, size: AttentionSizes) -> tuple[int, int, int]:
         """Return the shape of what is stored, in heads, keys and queries.
 
         Heads are in the order (key head, batch, R).
@@ -82,7 +82,7 @@ class Stored(NamedTuple):
 
 
 def scores_to_store(
-    operands: Operands, options: Options, needs_grad: Sequence[bool], together: bool, many: bool
+    operands: Operands, options: AttentionOptions, needs_grad: Sequence[bool], together: bool, many: bool
 ) -> Stored:
     """Return what backward stores of each score.
 
@@ -105,7 +105,11 @@ def scores_to_store(
 
 
 def strips(
-    size: Sizes, score_bytes: int, pieces: int, shared_batches: bool = False, shared_heads: bool = False
+    size: AttentionSizes,
+    score_bytes: int,
+    pieces: int,
+    shared_batches: bool = False,
+    shared_heads: bool = False,
 ) -> list[Strip]:
     """Return the strips, as even as possible: split by heads first, then by batches, last by keys.
 

@@ -20,7 +20,7 @@ from lowtide import attn_bias, memory_efficient_attention, memory_efficient_atte
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.backend import BackendChoice
 from lowtide.ops.attention.definition.layouts import from_xformers
-from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionCall, AttentionOptions, Operands
 from lowtide.ops.attention.definition.validation import Backend, check_window
 from lowtide.tools.bench.attention import peers, torch_kernels
 from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
@@ -66,7 +66,7 @@ def own_choice(case: AttentionCase, inputs: Inputs, backend: str) -> BackendChoi
     given = _joined(_mask(case), case.keep(), inputs.bias)
     mask, bias = (given, given.bias) if isinstance(given, attn_bias.AttentionBias) else (None, given)
     _, *own = from_xformers(*inputs[:3], bias)
-    options = Options(case.K**-0.5, case.softcap or 0.0, case.dropout, backend=backend)
+    options = AttentionOptions(case.K**-0.5, case.softcap or 0.0, case.dropout, backend=backend)
     band = check_window(case.window)
     return dispatch.choose(AttentionCall(Operands(*own), mask, band, options, case.sinks))
 

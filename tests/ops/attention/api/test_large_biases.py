@@ -13,7 +13,7 @@ import torch
 
 import lowtide
 from lowtide import attn_bias as masks
-from lowtide.ops.attention.definition.operands import Options
+from lowtide.ops.attention.definition.operands import AttentionOptions
 from lowtide.ops.attention.operator import ops
 from tests.ops.attention.helpers import (
     INTERPRETED,
@@ -154,7 +154,8 @@ def test_statistics_same_in_backends(device, bias):
     query, key, value = (each.detach().transpose(1, 2) for each in (case.query, case.key, case.value))
     given = (query, key, value, None if bias == "none" else case.bias.detach(), None, None, None)
     ours, theirs = (
-        ops.attention(*given, True, *Options(0.25, backend=backend))[1] for backend in ("triton", "torch")
+        ops.attention(*given, True, *AttentionOptions(0.25, backend=backend))[1]
+        for backend in ("triton", "torch")
     )
     assert ours.shape == (1, 2, 2, 40)
     torch.testing.assert_close(ours, theirs)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import attn_bias as masks
-from lowtide.ops.attention.definition.operands import Options
+from lowtide.ops.attention.definition.operands import AttentionOptions
 from tests.ops.attention.helpers import check, differentiate, make_case, make_upstream, ours
 
 CASES = {
@@ -287,7 +287,7 @@ def test_dense_kernel_never_used(settings, autocast):
 def test_operator_without_derivative_raises():
     """It says so, as torch would only warn that there is none."""
     query = torch.randn(1, 1, 4, 8, requires_grad=True)
-    given = (query, query, query, None, None, None, None, False, *Options(1.0, softcap=2.0))
+    given = (query, query, query, None, None, None, None, False, *AttentionOptions(1.0, softcap=2.0))
     with pytest.raises(RuntimeError, match="has no derivative of its own"):
         torch.ops.lowtide.attention(*given)
     with torch.no_grad():

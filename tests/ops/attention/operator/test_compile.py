@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide import attn_bias as masks
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
 from tests.ops.attention.helpers import make_case, ours
 from tests.support.graphs import needs_tracing
 
@@ -28,7 +28,7 @@ def operands(device, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(device, dtype, rows_first):
     given = operands(device, dtype)
-    options = Options(0.4, 3.0, 0.2, rows_first, "torch")
+    options = AttentionOptions(0.4, 3.0, 0.2, rows_first, "torch")
     for keep in (False, True):
         torch.library.opcheck(OPS.attention.default, (*given, keep, *options))
     out, statistics = OPS.attention(*given, True, *options)

@@ -15,7 +15,7 @@ import lowtide
 from lowtide import attn_bias as masks
 from lowtide.ops.attention import backend, remembered
 from lowtide.ops.attention.backend import reason_against_sdpa
-from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionCall, AttentionOptions, Operands
 from lowtide.ops.attention.sdpa import alignment
 from tests.ops.attention.helpers import check, differentiate, make_case, make_upstream, ours
 from tests.support.budgets import HALVES, norm
@@ -118,7 +118,7 @@ def reason(*shapes_and_strides, mask=None, scale=1.0, dtype=torch.bfloat16, devi
             for shape, strides in shapes_and_strides
         ]
     operands = Operands(*(tensors if len(tensors) == 3 else tensors * 3))
-    return reason_against_sdpa(AttentionCall(operands, mask, None, Options(scale)))
+    return reason_against_sdpa(AttentionCall(operands, mask, None, AttentionOptions(scale)))
 
 
 REFUSED = {
@@ -211,7 +211,7 @@ def test_compile_operator(dtype, causal, rows_first):
     """It gives what the tiles give, in the same layout, and takes their statistics for its own."""
     case = make_case(2, 33, 33, 4, 2, 16, dtype=dtype)
     operands = Operands(*(leaf.detach().transpose(1, 2) for leaf in case.leaves().values()))
-    own = Options(0.3, rows_first=rows_first, backend="sdpa", causal=causal)
+    own = AttentionOptions(0.3, rows_first=rows_first, backend="sdpa", causal=causal)
     intervals = {}
     if causal:
         intervals = {"first": torch.zeros(33).int(), "end": torch.arange(1, 34).int()}
@@ -241,7 +241,7 @@ def test_compile_operator(dtype, causal, rows_first):
 @pytest.mark.parametrize("rows_first", [False, True])
 def test_compile_operator_opcheck(rows_first):
     operands = Operands(*(torch.randn(2, 4, 9, 8).transpose(1, 2) for _ in range(3)))
-    options = Options(0.3, rows_first=rows_first, backend="sdpa", causal=True)
+    options = AttentionOptions(0.3, rows_first=rows_first, backend="sdpa", causal=True)
     torch.library.opcheck(OPS.attention.default, (*operands, False, *options))
     out, statistics = OPS.attention(*operands, True, *options)
     upstream = torch.randn_like(out)

@@ -10,7 +10,7 @@ import torch
 import lowtide
 from lowtide import attn_bias as masks
 from lowtide.ops.attention.backend import reason_against_sdpa
-from lowtide.ops.attention.definition.operands import AttentionCall, Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionCall, AttentionOptions, Operands
 from tests.ops.attention.helpers import Case, check, differentiate, make_case, make_upstream, ours
 from tests.support.budgets import HALVES
 
@@ -115,7 +115,7 @@ def test_operands(function, layout, mask, dtype):
     case = laid(sample(mask, dtype), layout)
     run(function, case)
     operands = Operands(*(each.transpose(1, 2) for each in (case.query, case.key, case.value)))
-    refused = reason_against_sdpa(AttentionCall(operands, mask, None, Options(0.125)))
+    refused = reason_against_sdpa(AttentionCall(operands, mask, None, AttentionOptions(0.125)))
     assert (refused is None) == (layout in ALIGNED), refused
 
 

@@ -14,7 +14,7 @@ from tests.support.loss import skip_unless_runnable
 
 pytest.importorskip("triton")
 
-from lowtide.ops.attention.definition.operands import Operands, Options
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
 from lowtide.ops.attention.triton_backend import launch_small_problems
 from lowtide.ops.attention.triton_backend.launch import kernel_call
 
@@ -54,7 +54,7 @@ def test_width_of_tiles(transposed):
     if transposed is not None:
         operands[transposed] = torch.empty(2, 3, 16, 40).mT
     grad_output = operands.pop("grad_output")
-    call = kernel_call(Operands(**operands), Options(scale=1.0))._replace(grad_output=grad_output)
+    call = kernel_call(Operands(**operands), AttentionOptions(scale=1.0))._replace(grad_output=grad_output)
     for kernel in ("forward", "problem forward", "problem gradient"):
         tile = call.find_tile(kernel)
         assert tile.K == tile.E == (32 if transposed is None else 64)

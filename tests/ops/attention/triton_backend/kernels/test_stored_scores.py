@@ -10,7 +10,7 @@ import torch
 import lowtide
 from lowtide import attn_bias as masks
 from lowtide.memory import peak_memory
-from lowtide.ops.attention.definition.operands import Sizes
+from lowtide.ops.attention.definition.operands import AttentionSizes
 from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
 from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
@@ -228,7 +228,7 @@ def test_strips_cover_scores_in_bounded_memory(pieces, shared_heads, shared_batc
         (2, 12, 6, 70_001),
         (32, 16, 2, 999),
     ):
-        size = Sizes(B, H, G, M, N, 64, 60)
+        size = AttentionSizes(B, H, G, M, N, 64, 60)
         found = grad_scores.strips(size, score_bytes, pieces, shared_batches, shared_heads)
         places = [corner for strip in found for corner in strip_corners(strip)]
         assert len(places) == len(set(places)) == B * G * -(-N // 128)
@@ -250,7 +250,7 @@ def test_strip_tenth_of_dense(pieces, any_share, monkeypatch):
     itemsize = 4 if pieces else 2
     shapes = ((1, 2, 2, 4096, 64), (2, 8, 2, 1000, 64), (1, 16, 16, 4096, 64), (1, 1, 1, 300, 64))
     for B, H, G, M, K in (*shapes, (1, 16, 16, 4096, 512), (8, 4, 4, 4096, 256)):
-        size = Sizes(B, H, G, M, M, K, K)
+        size = AttentionSizes(B, H, G, M, M, K, K)
         fewest = bytes_of(Strip(0, 1, 0, 1, 0, min(M, 128)), size, itemsize, pieces)
         for shared in (False, True):  # a bias, by batches and heads
             for strip in grad_scores.strips(size, itemsize, pieces, shared and pieces > 0, shared):
@@ -278,7 +278,7 @@ def test_strips_of_benchmark_cases(name, any_share, monkeypatch):
     float32; and enough programs each for a card."""
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
     (B, H, G, M, K), score_bytes, pieces, (groups, keys, times), mib = OF_A_CARD[name]
-    size = Sizes(B, H, G, M, M, K, K)
+    size = AttentionSizes(B, H, G, M, M, K, K)
     found = grad_scores.strips(size, score_bytes, pieces, shared_batches="bias" in name)
     assert {(strip.groups, strip.keys) for strip in found} == {(groups, keys)}
     assert len(found) == times
