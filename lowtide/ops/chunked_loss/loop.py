@@ -18,7 +18,7 @@ from lowtide.ops.chunked_loss.functional.snapshot import other_loss
 from lowtide.ops.chunked_loss.functional.threads import alone
 from lowtide.ops.chunked_loss.isolation import isolated
 from lowtide.ops.chunked_loss.job import Job, Tensors
-from lowtide.ops.chunked_loss.operators import Operators
+from lowtide.ops.chunked_loss.operators import GradientSumMode
 
 Gradients = dict[int, Tensor | None]  # keys are places among the job's tensors
 Result = TypeVar("Result")
@@ -54,7 +54,7 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
 def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: bool) -> Tensor:
     """Return the loss of a chunk without its gradients, for the first time."""
     leaves = _leaves(pieces, [graph and each for each in job.needs_grad])
-    with isolated(), job.meter(place), Operators():
+    with isolated(), job.meter(place), GradientSumMode():
         return job.functional.substituted(learned, lambda: job.loss(place, leaves, learned)[1].detach())
 
 
@@ -87,7 +87,7 @@ class _Loop:
         self.rows: list[Tensor | None] = [None] * job.cut
         self.learned = _leaves(tensors[job.cut :], needs_grad[job.cut :])
         self.sums = [Sum() if each else None for each in needs_grad[job.cut :]]
-        self.operators = Operators(self.learned, self.sums)
+        self.operators = GradientSumMode(self.learned, self.sums)
         self.has_graph = False
         self.scales: list[Tensor] = []
         dtypes = {tensor.dtype for tensor in tensors}

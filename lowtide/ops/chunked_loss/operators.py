@@ -38,7 +38,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
 WHOLE_ROWS = TileColumns(0, LogitTransform())
 
 
-class Operators(TorchFunctionMode):
+class GradientSumMode(TorchFunctionMode):
     """Make F.linear add the gradients of these parameters to these sums; autograd returns none."""
 
     def __init__(self, parameters: Sequence[Tensor] = (), sums: Sequence[Sum | None] = ()) -> None:
@@ -126,7 +126,7 @@ class SummingLinear(torch.autograd.Function):
         cast_VD: Tensor,
         weight_sum: Sum,
         bias_sum: Sum | None,
-        operators: Operators,
+        operators: GradientSumMode,
     ) -> Tensor:
         ctx.save_for_backward(input, cast_VD, weight)
         ctx.sums, ctx.operators = (weight_sum, bias_sum), operators

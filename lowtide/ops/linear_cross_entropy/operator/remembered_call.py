@@ -69,7 +69,7 @@ class Tensors(NamedTuple):
         return Labels(self.target, self.weight, self.row_weight, normalizer)
 
 
-class Entry:
+class RememberedCall:
     """Hold what was decided for a call, but no tensor."""
 
     def __init__(self, plan: Plan, copied: tuple[bool, ...]) -> None:
@@ -162,7 +162,7 @@ class Entry:
 
 
 # None for a call that goes by the operators.
-_calls: dict[Hashable, Entry | None] = memory()
+_calls: dict[Hashable, RememberedCall | None] = memory()
 
 
 def signature(tensors: Tensors, *options: Any) -> Signature | None:
@@ -209,7 +209,7 @@ def remember(known: Signature, tensors: Tensors, *, log_probs: bool = False, **o
         keep(_calls, known, _entry(tensors, options, log_probs=log_probs))
 
 
-def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> Entry | None:
+def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> RememberedCall | None:
     head, target, device = tensors.head, tensors.target, tensors.input.device
     options = Options.of(tensors.input, Arguments(**given))
     others = [each for each in tensors[2:] if each is not None]
@@ -225,7 +225,7 @@ def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> Entry
     if backend_of(options.engine) != "triton":
         return None
     copied = unreadable_operands(head, options, call_kind)
-    return Entry(make_plan(with_copies(head, copied), options, call_kind), copied)
+    return RememberedCall(make_plan(with_copies(head, copied), options, call_kind), copied)
 
 
 class linear_cross_entropy(torch.autograd.Function):
@@ -235,7 +235,7 @@ class linear_cross_entropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, entry: Entry, *each: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, entry: RememberedCall, *each: Any) -> tuple[Tensor, ...]:
         tensors = Tensors(*each)
         found = entry.compute(tensors)
         results, kept = found[: entry.results], found[entry.results :]

@@ -27,7 +27,7 @@ WIDTHS = 16  # numbers of classes of a block that are tried, between half of wha
 REPEATED = 2 * cost_model.LAUNCH  # two kernels that repair marked rows; they return at once where none is
 
 
-class Sizes(NamedTuple):
+class BlockSizes(NamedTuple):
     """Hold the sizes in the order of Tiling's fields."""
 
     rows: int
@@ -38,24 +38,24 @@ class Sizes(NamedTuple):
     stored_rows: int
 
 
-def held(counts: ClassBlocks, of: Tiling | Sizes) -> int:
+def held(counts: ClassBlocks, of: Tiling | BlockSizes) -> int:
     """Return the bytes that the larger of the two sweeps holds."""
     return max(_held_first(counts, of), _held_second(counts, of))
 
 
 @functools.lru_cache(maxsize=64)
-def sizes(counts: ClassBlocks, room: int, block_room: int) -> Sizes:
+def sizes(counts: ClassBlocks, room: int, block_room: int) -> BlockSizes:
     """Return the sizes for so many bytes in the first and in the second sweep."""
     found = [_sizes_of(counts, room, block_room, stored) for stored in _stored(counts)]
     return min((each for each in found if each), key=functools.partial(seconds, counts))
 
 
-def seconds(counts: ClassBlocks, of: Tiling | Sizes) -> float:
+def seconds(counts: ClassBlocks, of: Tiling | BlockSizes) -> float:
     """Return the predicted seconds of both sweeps."""
     return _of_tokens(counts, of) + _of_classes(counts, of)
 
 
-def _sizes_of(counts: ClassBlocks, room: int, block_room: int, stored: int) -> Sizes | None:
+def _sizes_of(counts: ClassBlocks, room: int, block_room: int, stored: int) -> BlockSizes | None:
     """Return the sizes if so many tokens are stored, or None if none fit.
 
     The block is chosen for a tall chunk, and then the chunk for that block.
@@ -63,7 +63,7 @@ def _sizes_of(counts: ClassBlocks, room: int, block_room: int, stored: int) -> S
     rows = _rows(counts, room)
     tall = max(rows)
     blocks = (
-        Sizes(tall, counts.most_classes(tall), PRODUCT_ROWS[-1], C, B, stored)
+        BlockSizes(tall, counts.most_classes(tall), PRODUCT_ROWS[-1], C, B, stored)
         for C, B in _blocks(counts, block_room, stored)
     )
     block = min(blocks, key=functools.partial(seconds, counts), default=None)
@@ -101,7 +101,7 @@ def _blocks(counts: ClassBlocks, room: int, stored: int) -> Iterator[tuple[int, 
     while chunks <= MOST_CHUNKS or (not fits and chunks < 2 * others):
         C = -(-others // chunks)
         C = _even(others, C, counts.step if counts.step < C else 1) if others else 1
-        free = room - _held_second(counts, Sizes(MOST_ROWS, 0, 0, C, 0, stored))
+        free = room - _held_second(counts, BlockSizes(MOST_ROWS, 0, 0, C, 0, stored))
         most = min(counts.V, free // (counts.class_sum + C * counts.exponential))
         whole = most - most % counts.step
         step = counts.step * max(1, whole // (2 * WIDTHS * counts.step))
@@ -121,7 +121,7 @@ def _even(size: int, most: int, step: int) -> int:
     return min(size, -(-size // parts // step) * step)
 
 
-def _held_first(counts: ClassBlocks, of: Tiling | Sizes) -> int:
+def _held_first(counts: ClassBlocks, of: Tiling | BlockSizes) -> int:
     """Return the bytes that the first sweep holds."""
     stored, others = of.stored_rows, counts.N - of.stored_rows
     bytes = counts.of_chunk(min(of.rows, others), of.chunk_classes, of.product_rows) if others else 0
@@ -131,13 +131,13 @@ def _held_first(counts: ClassBlocks, of: Tiling | Sizes) -> int:
     return bytes
 
 
-def _held_second(counts: ClassBlocks, of: Tiling | Sizes) -> int:
+def _held_second(counts: ClassBlocks, of: Tiling | BlockSizes) -> int:
     """Return the bytes that the second sweep holds."""
     at_once = min(of.rows, of.stored_rows) if counts.copies_rows else of.stored_rows
     return counts.of_block(of.block_rows, of.block_classes, at_once)
 
 
-def _of_tokens(counts: ClassBlocks, of: Tiling | Sizes) -> float:
+def _of_tokens(counts: ClassBlocks, of: Tiling | BlockSizes) -> float:
     """Return the predicted seconds of the first sweep."""
     D, at_once, stored = counts.D, of.product_rows, of.stored_rows
     in_blocks = of.chunk_classes < counts.V
@@ -155,7 +155,7 @@ def _of_tokens(counts: ClassBlocks, of: Tiling | Sizes) -> float:
     return others + _pairs(stored, of.rows, counts.V, of.block_classes, stored_pair)
 
 
-def _of_classes(counts: ClassBlocks, of: Tiling | Sizes) -> float:
+def _of_classes(counts: ClassBlocks, of: Tiling | BlockSizes) -> float:
     """Return the predicted seconds of the second sweep."""
     D, stored = counts.D, of.stored_rows
     chunks = -(-(counts.N - stored) // of.block_rows) + (stored > 0)
