@@ -262,19 +262,19 @@ def test_old_macos_is_refused(monkeypatch):
     assert "macOS 15" in reason_against(torch.device("mps"))
     assert reason_against(torch.device("xpu")) is None
     with pytest.raises(ValueError, match=r"input cannot be on mps:0: before macOS 15 .*; move it"):
-        of_loss.Call(8, 16, 32, device="mps").describe()
+        of_loss.AskedLossCall(8, 16, 32, device="mps").describe()
 
 
 @pytest.mark.parametrize("name", ["mps", "xpu"])
 def test_doctor_says_the_way(name):
-    found = of_loss.Call(*of_loss.USUAL, device=name).describe()
+    found = of_loss.AskedLossCall(*of_loss.USUAL, device=name).describe()
     assert (found["engine"], found["kernels"], found["products in"]) == (
         "logits_torch",
         "plain torch",
         "float32",
     )
     assert found["workspace"] == "64 MiB, the default"
-    choice = of_attention.Call(device=name).choice()
+    choice = of_attention.AskedAttentionCall(device=name).choice()
     assert choice.backend == "torch"
     assert f"not sdpa: its kernels are not known to be right on {name}" in choice.reason
 

@@ -11,7 +11,7 @@ import torch
 import lowtide
 from lowtide import first_call
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
-from lowtide.tools.doctor.linear_cross_entropy import Call
+from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from tests.support.commands import invoke, said
 
 
@@ -61,7 +61,7 @@ def test_under_autocast_products_are_in_its_dtype(calls):
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"reduction": "none"}])
 def test_few_tokens_take_the_same_engine_on_the_cpu(dtype, options):
     few, many = (
-        Call(N, 2048, 1024, dtype=dtype, device="cpu", **options).describe()["engine"]
+        AskedLossCall(N, 2048, 1024, dtype=dtype, device="cpu", **options).describe()["engine"]
         for N in (first_call.CPU_TOKENS, 8192)
     )
     assert few == many

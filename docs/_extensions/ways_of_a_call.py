@@ -23,7 +23,7 @@ from lowtide.ops.linear_cross_entropy.operator.planner import choose_engine
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
 from lowtide.tools.doctor.attention import markdown as attention_table
-from lowtide.tools.doctor.linear_cross_entropy import Call as Described
+from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 
 N, D, V = 8192, 4096, 128_256  # the head of Llama 3 8B
 NO_UNITS = "this CPU has no units for bfloat16"
@@ -124,7 +124,7 @@ def reasons_table() -> str:
 def doctor_on_a_cpu() -> str:
     """Return what `lowtide doctor` says of a call with a soft cap, on a CPU with bfloat16 units."""
     with patch.object(gemm, "against", lambda: None):
-        found = Described(N, D, V, softcap=30.0).describe()
+        found = AskedLossCall(N, D, V, softcap=30.0).describe()
     width = max(map(len, found))
     return "\n".join(f"{name:{width}}   {value}" for name, value in found.items())
 

@@ -137,7 +137,7 @@ def attention(
     sizes = {"B": batch, "H": heads, "M": queries, "N": queries if keys is None else keys}
     if bias is None:
         refuse_given(context, ["bias_gradient"], "goes together with --bias")
-    call = of_attention.Call(
+    call = of_attention.AskedAttentionCall(
         B=batch,
         M=queries,
         N=keys,
@@ -225,7 +225,7 @@ def linear_cross_entropy(
     bytes that --tokens-sharded moves. With --ranks the command says what a rank
     holds, and which collectives move how many bytes.
     """
-    call = of_loss.Call(
+    call = of_loss.AskedLossCall(
         tokens,
         features,
         classes,

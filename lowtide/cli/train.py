@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lowtide.cli.parameters import MOST, MOST_TOKENS, check_output, output_directory
 from lowtide.tools.demo.compare import check_checkpoints, configs_of, train_both
-from lowtide.tools.demo.config import Config, Loss, Parallel, choose_sizes
+from lowtide.tools.demo.config import Config, LossChoice, Parallel, choose_sizes
 from lowtide.tools.demo.loop import train as train_one
 from lowtide.tools.demo.report import draw, table
 from lowtide.tools.demo.trainer import CHECKPOINT, LOG
@@ -22,8 +22,8 @@ FIGURE = "comparison.png"
 
 def train(
     loss: Annotated[
-        Loss, typer.Option(help="Both: the same run twice, then a table and a figure.")
-    ] = Loss.lowtide,
+        LossChoice, typer.Option(help="Both: the same run twice, then a table and a figure.")
+    ] = LossChoice.lowtide,
     parallel: Annotated[
         Parallel | None,
         typer.Option(
@@ -108,7 +108,7 @@ def train(
 
     with joined(chosen):
         config = from_first(prepare)
-        runs = train_both(config) if loss is Loss.both else [train_one(config)]
+        runs = train_both(config) if loss is LossChoice.both else [train_one(config)]
     if not is_first():
         return
     if parallel:  # when the other ranks have ended, which so wait for nothing
@@ -121,10 +121,10 @@ def train(
         console.print(f"figure: {out / FIGURE}", soft_wrap=True)
 
 
-def check_parallel(parallel: Parallel | None, loss: Loss) -> None:
+def check_parallel(parallel: Parallel | None, loss: LossChoice) -> None:
     if parallel is None:
         check_alone(f"--parallel, one of {', '.join(each.value for each in Parallel)}")
         return
     check_launched("--parallel", f"train --parallel {parallel.value}")
-    if loss is not Loss.lowtide:
+    if loss is not LossChoice.lowtide:
         raise UserError(f"--parallel goes together with --loss lowtide, the loss that divides: {loss.value}")

@@ -49,7 +49,7 @@ def test_loss_table_matches_calls(monkeypatch):
     lines = of_loss.table()
     assert [call for call, *_ in lines] == ["bfloat16 on cpu", "float16 on cpu", "float32 on cpu"]
     for (_, engine, kernels, _), dtype in zip(lines, (torch.bfloat16, torch.float16, torch.float32)):
-        described = of_loss.Call(*of_loss.USUAL, dtype=dtype).describe()
+        described = of_loss.AskedLossCall(*of_loss.USUAL, dtype=dtype).describe()
         assert engine == described["engine"]
         assert kernels == f"{described['kernels']}, products in {described['products in']}"
 

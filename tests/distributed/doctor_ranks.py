@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 import lowtide
 from lowtide.core.collectives import Group
-from lowtide.tools.doctor.linear_cross_entropy import Call
+from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import room
 from tests.support.ranks import DEVICE, RANKS
 
-PLAIN = Call(120, 16, 501, dtype=torch.float32, device=DEVICE, ranks=RANKS)
+PLAIN = AskedLossCall(120, 16, 501, dtype=torch.float32, device=DEVICE, ranks=RANKS)
 SMALL = replace(PLAIN, N=1200, workspace=200_000 if DEVICE == "cpu" else 360_000)
 REPLICATED = {
     "mean": PLAIN,

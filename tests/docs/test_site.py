@@ -125,14 +125,14 @@ def test_each_number_links_command_and_commit(site, name):
 def test_ways_are_those_of_the_code(site):
     """Of calls that are described anew here, on this machine."""
     from lowtide.tools.doctor.attention import table
-    from lowtide.tools.doctor.linear_cross_entropy import Call
+    from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 
     text = re.sub(r"<[^>]+>", " ", (site / "reference" / "ways.html").read_text())
     text = " ".join(text.split()).replace("&amp;", "&")
     for call, cpu, cuda in table():
         assert f"{call} {cpu} {cuda}" in text
     line = re.search(r" float32 (\w+) (\w+) (\w+) (\w+) float64 ", text)
-    assert line[4] == Call(8192, 4096, 128_256, dtype=torch.float32).plan().engine
+    assert line[4] == AskedLossCall(8192, 4096, 128_256, dtype=torch.float32).plan().engine
     line = re.search(r"class indices (\w+) (\w+) (\w+) (\w+) the same", text)
     assert line.groups() == ("exponentials", "logits_triton", "cpu_exponentials", "logits_torch")
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.tools.demo.config import Config, Loss
+from lowtide.tools.demo.config import Config, LossChoice
 from lowtide.tools.demo.data import load_corpus
 from lowtide.tools.demo.loop import Run, train
 from lowtide.tools.demo.trainer import LOSSES, read_checkpoint
@@ -24,7 +24,7 @@ def configs_of(config: Config) -> list[Config]:
     """Return the runs that are compared, or the run itself."""
     if config.parallel:
         return [config, replace(config, parallel=None, ranks=1)]
-    if config.loss == Loss.both.value:
+    if config.loss == LossChoice.both.value:
         return [replace(config, loss=loss) for loss in LOSSES]
     return [config]
 

@@ -16,7 +16,7 @@ SIZES = {
 }
 
 
-class Loss(str, Enum):
+class LossChoice(str, Enum):
     lowtide = "lowtide"
     eager = "eager"
     both = "both"

@@ -47,7 +47,7 @@ class Layout(str, Enum):
 
 
 @dataclass(frozen=True)
-class Call:
+class AskedAttentionCall:
     """Describe a call of memory_efficient_attention.
 
     With the layout BHMK it is one of scaled_dot_product_attention.
@@ -120,7 +120,7 @@ class Call:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 
 
-# The lines of the table in docs/reference/ways.md, and how each differs from Call().
+# The lines of the table in docs/reference/ways.md, and how each differs from AskedAttentionCall().
 _CAUSAL: dict[str, Any] = {"mask": Mask.CAUSAL}
 _PLAIN: tuple[dict[str, Any], ...] = ({}, _CAUSAL, {"K": 512}, {"K": 20}, {**_CAUSAL, "N": 8192})
 LINES: dict[str, tuple[dict[str, Any], ...]] = {
@@ -168,7 +168,7 @@ def table() -> list[tuple[str, str, str]]:
 
 
 def _names(cases: tuple[dict[str, Any], ...], device: str) -> str:
-    found = {Call(device=device, **case).choice().backend: None for case in cases}
+    found = {AskedAttentionCall(device=device, **case).choice().backend: None for case in cases}
     return " or ".join(found)
 
 

@@ -21,8 +21,7 @@ from lowtide.ops.linear_cross_entropy.operator.planner import (
 )
 from lowtide.ops.linear_cross_entropy.planning.agreement import check_layout
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
-from lowtide.ops.linear_cross_entropy.planning.call import Call as PlannedCall
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import three_gemms_seconds
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.tools.doctor.collectives import Collective, collectives
@@ -45,7 +44,7 @@ KERNELS = {
 
 
 @dataclass(frozen=True)
-class Call:
+class AskedLossCall:
     """Hold what the plan of a call depends on, by the names of the function's arguments.
 
     A z-loss, row weights and a logit scale that is a number change nothing in it. N and V count the
@@ -94,7 +93,7 @@ class Call:
         with FakeTensorMode(), torch.no_grad():
             return make_plan(head, with_graph_facts(head, options, call_kind), call_kind)
 
-    def _given(self) -> PlannedCall:
+    def _given(self) -> Call:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ArgumentError(
                 "device must be one of this machine, as the plan depends on the card, got 'cuda'; "
@@ -149,7 +148,7 @@ class Call:
             options = Options.of(input_ND, arguments)
             call_kind = CallKind(needs_grad, self.log_probs, self.probabilities, self.weight)
             scale = scale_of(self.logit_scale, input_ND)
-            return PlannedCall(Head((input_ND,), (weight_VD,), bias_V, scale), options, call_kind)
+            return Call(Head((input_ND,), (weight_VD,), bias_V, scale), options, call_kind)
 
     def _shard(self) -> VocabShard:
         return VocabShard(
@@ -264,7 +263,7 @@ def table() -> list[tuple[str, str, str, str]]:
     lines = []
     for device in devices:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            found = Call(*USUAL, dtype=dtype, device=device).describe()
+            found = AskedLossCall(*USUAL, dtype=dtype, device=device).describe()
             kernels = f"{found['kernels']}, products in {found['products in']}"
             lines.append((f"{dtype_name(dtype)} on {device}", found["engine"], kernels, found.get("why", "")))
     return lines

@@ -3,8 +3,8 @@
 A build of torch without CUDA has no autograd for tensors of that device, fake or not.
 
 CUDA's kernels save and return other tensors than the CPU's. So `Functions` calls the operators of
-CUDA's kernels instead of the CPU's. `Operators` adds the memory that an operator holds inside while
-it runs.
+CUDA's kernels instead of the CPU's. `OperatorMemory` adds the memory that an operator holds inside
+while it runs.
 
 Shapes: B sequences, H heads, M queries, N keys, K features of a head; V classes.
 """
@@ -109,7 +109,7 @@ def _float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-class Operators(TorchDispatchMode):
+class OperatorMemory(TorchDispatchMode):
     """Add the memory that operators hold while they run.
 
     Enter it after the tracker, so that the tracker sees its allocations.

@@ -39,7 +39,7 @@ def usual_dtype(model: str) -> Dtype:
 
 
 @dataclass(frozen=True)
-class Model:
+class EstimatedModel:
     module: nn.Module
     loss: Callable[[Tensor], Tensor]  # Takes tokens_BT.
     classes: int
@@ -47,7 +47,7 @@ class Model:
     depth: int
 
 
-def build(setting: Setting) -> Model:
+def build(setting: Setting) -> EstimatedModel:
     """Build the model on the default device, in training mode."""
     sizes = BUILT_IN.get(setting.model)
     model = _from_file(setting) if sizes is None else _built_in(setting, sizes)
@@ -68,7 +68,7 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.block, *inputs, use_reentrant=False)
 
 
-def _built_in(setting: Setting, sizes: dict[str, int]) -> Model:
+def _built_in(setting: Setting, sizes: dict[str, int]) -> EstimatedModel:
     if setting.dtype.weights is not torch.float32:
         raise UserError(
             f"{setting.model} trains with float32 weights: give --dtype {Dtype.autocast.value} or float32"
@@ -82,10 +82,10 @@ def _built_in(setting: Setting, sizes: dict[str, int]) -> Model:
         logits = gpt.head(gpt(tokens_BT)).float()
         return F.cross_entropy(logits.flatten(0, -2), tokens_BT.flatten())
 
-    return Model(gpt, loss, BUILT_IN_CLASSES, width, depth)
+    return EstimatedModel(gpt, loss, BUILT_IN_CLASSES, width, depth)
 
 
-def _from_file(setting: Setting) -> Model:
+def _from_file(setting: Setting) -> EstimatedModel:
     content, path = _read(Path(setting.model))
     stay_offline()
     try:
@@ -125,7 +125,7 @@ def _from_file(setting: Setting) -> Model:
         except Exception as problem:
             raise UserError(f"{path}: {_reason(problem, kind, setting.length, text)}") from problem
 
-    return Model(module, loss, *sizes)
+    return EstimatedModel(module, loss, *sizes)
 
 
 def _size(config: Any, name: str) -> int:
@@ -171,7 +171,7 @@ def _read(path: Path) -> tuple[dict[str, Any], Path]:
     return content, path
 
 
-def fake(setting: Setting) -> Model:
+def fake(setting: Setting) -> EstimatedModel:
     """Return the model with fake tensors on the CPU as parameters and buffers.
 
     It must be called within a FakeTensorMode.

@@ -14,9 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from lowtide import defer_logits
 from lowtide.core.pending_gradient import finishing_as_eager
-from lowtide.tools.estimate.cuda import Functions, Operators
+from lowtide.tools.estimate.cuda import Functions, OperatorMemory
 from lowtide.tools.estimate.fsdp import shard
-from lowtide.tools.estimate.model import Model, fake, masks_as_on_data
+from lowtide.tools.estimate.model import EstimatedModel, fake, masks_as_on_data
 from lowtide.tools.estimate.ranks import imagined
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.tensor_parallel import divide
@@ -76,7 +76,7 @@ def estimate(
         stack.enter_context(masks_as_on_data(model.module))
         tracker = Tracker(model.module, model.classes)
         stack.enter_context(tracker)
-        stack.enter_context(Operators(model.classes, device))
+        stack.enter_context(OperatorMemory(model.classes, device))
         if device == "cuda":
             stack.enter_context(Functions())
         if loss is Loss.lowtide:
@@ -130,7 +130,7 @@ def _modules_reported(module: nn.Module, report: Report) -> Iterator[None]:
         handle.remove()
 
 
-def run(setting: Setting, model: Model, tracker: Tracker, report: Report) -> None:
+def run(setting: Setting, model: EstimatedModel, tracker: Tracker, report: Report) -> None:
     parameters = [each for each in model.module.parameters() if each.requires_grad]
     optimizer = setting.optimizer.of(parameters)
     tokens_BT = torch.zeros(setting.batch, setting.length, dtype=torch.long)
@@ -156,7 +156,7 @@ def run(setting: Setting, model: Model, tracker: Tracker, report: Report) -> Non
 
 
 def _differentiate(
-    setting: Setting, model: Model, tokens_BT: Tensor, tracker: Tracker, report: Report
+    setting: Setting, model: EstimatedModel, tokens_BT: Tensor, tracker: Tracker, report: Report
 ) -> None:
     """Run forward and backward."""
     tracker.start("forward")

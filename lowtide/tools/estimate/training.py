@@ -9,7 +9,7 @@ import torch
 from lowtide import defer_logits
 from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.fsdp import shard
-from lowtide.tools.estimate.model import Model, build
+from lowtide.tools.estimate.model import EstimatedModel, build
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.tensor_parallel import divide
 
@@ -17,7 +17,7 @@ from lowtide.tools.estimate.tensor_parallel import divide
 @contextlib.contextmanager
 def training(
     setting: Setting, loss: Loss, device: str
-) -> Iterator[tuple[Callable[[], None], Model, torch.optim.Optimizer]]:
+) -> Iterator[tuple[Callable[[], None], EstimatedModel, torch.optim.Optimizer]]:
     """Yield a step, its model and its optimizer, for use within the block.
 
     The first step makes the optimizer's states, and compiles.

@@ -15,7 +15,7 @@ from lowtide.tools.bench.heads.table import COLUMNS, HEAD_ROWS, draw, record
 from lowtide.tools.bench.measure import Figures, Mode, aligned, exact, relative_error, truth_dtype
 from lowtide.tools.bench.providers import Provider, Unavailable
 from lowtide.tools.bench.table import CsvWriter, records
-from lowtide.tools.doctor.linear_cross_entropy import Call
+from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.environment import Environment
 from lowtide.tools.errors import UserError
@@ -158,7 +158,7 @@ def test_workspaces_are_names():
 def test_rows_name_the_way_of_doctor():
     case = case_of("smoke-odd")
     (row,) = head_rows(case, head_providers([1 << 16])[:1])
-    found = Call(24, 60, 1003, dtype=torch.float32, workspace=1 << 16).describe()
+    found = AskedLossCall(24, 60, 1003, dtype=torch.float32, workspace=1 << 16).describe()
     assert (row.engine, row.chunks) == (found["engine"], found["rows"])
     assert row.engine == "logits_torch"
 

@@ -10,10 +10,10 @@ import torch
 import lowtide
 from lowtide.ops.attention import dispatch
 from lowtide.ops.attention.operator import ops
-from lowtide.tools.doctor.attention import LINES, Call, Layout, Mask, markdown
+from lowtide.tools.doctor.attention import LINES, AskedAttentionCall, Layout, Mask, markdown
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference" / "ways.md"
-SMALL = Call(M=12, H=4, K=8, dtype=torch.float32)
+SMALL = AskedAttentionCall(M=12, H=4, K=8, dtype=torch.float32)
 CALLS = (
     SMALL,
     replace(SMALL, mask=Mask.CAUSAL, G=2),
@@ -89,10 +89,10 @@ def test_named_engine_runs(call, monkeypatch):
 def test_reasons():
     assert "it is given no bias" in replace(SMALL, bias=(1, 1, 1, 12)).choice().reason
     assert "it takes no window" in replace(SMALL, window=(1, 0)).choice().reason
-    for_cuda = Call(device="cuda", K=512).choice()
+    for_cuda = AskedAttentionCall(device="cuda", K=512).choice()
     assert "at most 256 features" in for_cuda.reason
     assert ("not triton" in for_cuda.reason) == (for_cuda.backend == "torch")
-    assert "query is float64" in Call(device="cuda", dtype=torch.float64).choice().reason
+    assert "query is float64" in AskedAttentionCall(device="cuda", dtype=torch.float64).choice().reason
 
 
 @pytest.mark.parametrize(
@@ -128,4 +128,5 @@ def test_table_line_is_one_engine():
     """Or it would have to be two lines."""
     for call, cases in LINES.items():
         for device in ("cpu", "cuda"):
-            assert len({Call(device=device, **case).choice().backend for case in cases}) == 1, (call, device)
+            found = {AskedAttentionCall(device=device, **case).choice().backend for case in cases}
+            assert len(found) == 1, (call, device)

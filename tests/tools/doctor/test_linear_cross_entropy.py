@@ -7,9 +7,9 @@ import torch
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.operator import ops
-from lowtide.tools.doctor.linear_cross_entropy import Call
+from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 
-SMALL = Call(200, 16, 500, dtype=torch.float32)
+SMALL = AskedLossCall(200, 16, 500, dtype=torch.float32)
 CALLS = (
     SMALL,
     replace(SMALL, dtype=torch.bfloat16, workspace=200_000),
@@ -117,7 +117,7 @@ def test_cuda_refused_if_absent():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_plan_on_cuda():
-    found = Call(4096, 1024, 32_000, device="cuda").describe()
+    found = AskedLossCall(4096, 1024, 32_000, device="cuda").describe()
     hopper = torch.cuda.get_device_capability()[0] == 9
     assert ("why" not in found) == hopper
     assert found["workspace"].endswith("the default")

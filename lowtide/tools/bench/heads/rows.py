@@ -13,7 +13,7 @@ from lowtide.tools.bench.cases import IGNORED_FRACTION, Case
 from lowtide.tools.bench.heads.data import Head
 from lowtide.tools.bench.measure import SWEEP_BUDGET_MS, Mode, Row, rows
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider, lowtide_provider
-from lowtide.tools.doctor.linear_cross_entropy import Call
+from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from lowtide.tools.units import GIB, MIB
 
 TOKENS = {"cuda": (256, 1024, 4096, 16384, 65536), "cpu": (256,)}
@@ -71,7 +71,7 @@ def head_rows(case: HeadCase, providers: Iterable[Provider]) -> Iterator[HeadRow
 
 def _way(case: HeadCase, workspace: int | None) -> tuple[str, str, float]:
     """Return engine and chunks, in the words of `lowtide doctor`, and the ratio it predicts."""
-    call = Call(
+    call = AskedLossCall(
         *(case.tokens, case.features, case.classes),
         dtype=case.dtype,
         device=case.device,

@@ -12,7 +12,7 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cp
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE
 from lowtide.tools.bench.cases import CASES
-from lowtide.tools.doctor.linear_cross_entropy import Call
+from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from tests.support.extended import all_extended_but
 from tests.support.loss import check, differentiate, fused, make_inputs, planned, workspace_for
 
@@ -264,13 +264,13 @@ def test_positions():
 
 
 def test_doctor_names_engine(monkeypatch):
-    found = Call(N=64, D=40, V=300, dtype=BF16, device="cpu").describe()
+    found = AskedLossCall(N=64, D=40, V=300, dtype=BF16, device="cpu").describe()
     assert found["engine"] == "cpu_exponentials"
     assert found["kernels"] == "C++, with oneDNN's bfloat16 products; no pass over the logits"
     assert found["products in"] == "bfloat16"
     assert "why" not in found
     monkeypatch.setattr(gemm, "against", lambda: "g++ could not compile them")
-    found = Call(N=64, D=40, V=300, dtype=BF16, device="cpu").describe()
+    found = AskedLossCall(N=64, D=40, V=300, dtype=BF16, device="cpu").describe()
     assert found["engine"] == "logits_torch"
     assert found["why"] == "not cpu_exponentials: g++ could not compile them"
 
