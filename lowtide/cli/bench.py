@@ -26,7 +26,7 @@ from lowtide.tools.bench.attention.real_table import REAL_PROVIDERS, REAL_ROWS, 
 from lowtide.tools.bench.attention.real_table import draw as draw_real
 from lowtide.tools.bench.attention.rows import attention_rows
 from lowtide.tools.bench.attention.table import ATTENTION
-from lowtide.tools.bench.cases import AXES, CASES, Case, divided, sweep
+from lowtide.tools.bench.cases import AXES, CASES, LossCase, divided, sweep
 from lowtide.tools.bench.chunked import entries as chunked_entries
 from lowtide.tools.bench.heads.data import HEADS
 from lowtide.tools.bench.heads.rows import TOKENS, head_cases, head_providers, head_rows
@@ -517,7 +517,7 @@ def _print(
     return every
 
 
-def _cases(device: str, names: Names, smoke: bool, usual: Mapping[str, str]) -> list[Case]:
+def _cases(device: str, names: Names, smoke: bool, usual: Mapping[str, str]) -> list[LossCase]:
     """Return the named shapes of the loss, or the usual one of the device; none is usual: all."""
     if not names and not smoke and usual:
         names = [usual[device]]

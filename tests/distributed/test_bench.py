@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lowtide.tools.bench import steps
-from lowtide.tools.bench.cases import Case
+from lowtide.tools.bench.cases import LossCase
 from lowtide.tools.bench.step_cases import STEP_CASES
 from tests.support.cards import on_cards
 from tests.support.commands import invoke, said
@@ -113,8 +113,10 @@ def test_rows_on_cards(tmp_path, device):
 def test_shards_hold_each_class_once():
     """By torch.chunk's rule, by which the last may be empty."""
     for classes, ranks in ((1024, 3), (10, 4), (5, 4), (8, 2), (7, 1)):
-        case = Case("case", 4, 2, classes, torch.float32, "cpu", ranks=ranks)
-        held = [torch.arange(classes)[Case(**(vars(case) | {"rank": r})).own_classes] for r in range(ranks)]
+        case = LossCase("case", 4, 2, classes, torch.float32, "cpu", ranks=ranks)
+        held = [
+            torch.arange(classes)[LossCase(**(vars(case) | {"rank": r})).own_classes] for r in range(ranks)
+        ]
         assert torch.equal(torch.cat(held), torch.arange(classes))
         chunks = torch.arange(classes).chunk(ranks)
         assert [len(each) for each in held if len(each)] == [len(each) for each in chunks]

@@ -23,7 +23,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # input_ND, weight_VD, target_N
 
 
 @dataclass(frozen=True)
-class Case:
+class LossCase:
     name: str
     tokens: int
     features: int
@@ -97,7 +97,7 @@ def with_ignored(target_N: Tensor, generator: torch.Generator) -> Tensor:
     return target_N
 
 
-def sweep(center: Case, axes: Collection[str]) -> list[Case]:
+def sweep(center: LossCase, axes: Collection[str]) -> list[LossCase]:
     """Return the shapes along each axis through a center, which occurs once, by its own name."""
     cases = {}
     for axis in axes:
@@ -110,7 +110,7 @@ def sweep(center: Case, axes: Collection[str]) -> list[Case]:
     return list(cases.values())
 
 
-def divided(case: Case, *, tokens: bool = False) -> Case:
+def divided(case: LossCase, *, tokens: bool = False) -> LossCase:
     """Return the case with its classes divided over the ranks of the default process group.
 
     With `tokens` each rank has as many tokens as the case.
@@ -120,7 +120,7 @@ def divided(case: Case, *, tokens: bool = False) -> Case:
     return replace(case, name=name, ranks=ranks, rank=dist.get_rank(), tokens_divided=tokens)
 
 
-def own_inputs(case: Case, whole: Inputs) -> Inputs:
+def own_inputs(case: LossCase, whole: Inputs) -> Inputs:
     """Return the inputs with this rank's rows of the head, or its tokens and the whole head."""
     input_ND, weight_VD, target_N = whole
     if case.tokens_divided:
@@ -132,7 +132,7 @@ def own_inputs(case: Case, whole: Inputs) -> Inputs:
     return input_ND, weight_VD, target_N
 
 
-def own_results(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def own_results(case: LossCase, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the results with this rank's rows of dX and dW alone; all ranks have the same loss.
 
     Where tokens are divided, dX is that of the rank's own loss, and the loss the mean of the
@@ -143,7 +143,7 @@ def own_results(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (*results[:1], *grads, *(grad_VD[case.own_classes] for grad_VD in results[2:]))
 
 
-def with_mean_loss(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def with_mean_loss(case: LossCase, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return this rank's results with the mean of the ranks' losses, where tokens are divided."""
     if not case.tokens_divided:
         return results
@@ -153,18 +153,18 @@ def with_mean_loss(case: Case, results: tuple[Tensor, ...]) -> tuple[Tensor, ...
 
 
 CASES = (
-    Case("A", 16384, 2048, 131072, torch.bfloat16, "cuda"),
-    Case("B", 16384, 4096, 128256, torch.bfloat16, "cuda"),
-    Case("C", 8192, 2304, 256000, torch.bfloat16, "cuda"),
-    Case("D", 32768, 4096, 128256, torch.bfloat16, "cuda"),
-    Case("B-4096", 4096, 4096, 128256, torch.bfloat16, "cuda", by_name=True),
+    LossCase("A", 16384, 2048, 131072, torch.bfloat16, "cuda"),
+    LossCase("B", 16384, 4096, 128256, torch.bfloat16, "cuda"),
+    LossCase("C", 8192, 2304, 256000, torch.bfloat16, "cuda"),
+    LossCase("D", 32768, 4096, 128256, torch.bfloat16, "cuda"),
+    LossCase("B-4096", 4096, 4096, 128256, torch.bfloat16, "cuda", by_name=True),
     # With --tp 2, each of two cards has as many classes as each of eight cards has in B.
-    Case("B-classes-32064", 16384, 4096, 32064, torch.bfloat16, "cuda", by_name=True),
-    Case("B-1024", 1024, 4096, 128256, torch.bfloat16, "cuda"),
-    Case("B-2048", 2048, 4096, 128256, torch.bfloat16, "cuda"),
-    Case("smoke-cuda", 512, 256, 2048, torch.bfloat16, "cuda", smoke=True),
-    Case("cpu", 2048, 512, 32768, torch.float32, "cpu"),
-    Case("cpu-bf16", 2048, 512, 32768, torch.bfloat16, "cpu"),
-    Case("cpu-small", 512, 256, 8192, torch.float32, "cpu"),
-    Case("smoke-cpu", 256, 64, 1024, torch.float32, "cpu", smoke=True),
+    LossCase("B-classes-32064", 16384, 4096, 32064, torch.bfloat16, "cuda", by_name=True),
+    LossCase("B-1024", 1024, 4096, 128256, torch.bfloat16, "cuda"),
+    LossCase("B-2048", 2048, 4096, 128256, torch.bfloat16, "cuda"),
+    LossCase("smoke-cuda", 512, 256, 2048, torch.bfloat16, "cuda", smoke=True),
+    LossCase("cpu", 2048, 512, 32768, torch.float32, "cpu"),
+    LossCase("cpu-bf16", 2048, 512, 32768, torch.bfloat16, "cpu"),
+    LossCase("cpu-small", 512, 256, 8192, torch.float32, "cpu"),
+    LossCase("smoke-cpu", 256, 64, 1024, torch.float32, "cpu", smoke=True),
 )

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide import linear_cross_entropy
 from lowtide.ops.chunked_loss import chunked_loss
 from lowtide.ops.chunked_loss.api import Mode
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case
+from lowtide.tools.bench.cases import IGNORE_INDEX, LossCase
 from lowtide.tools.bench.providers import Loss, Provider
 from lowtide.tools.eager import eager_loss
 
@@ -36,7 +36,7 @@ def entries(device: str) -> tuple[Provider, ...]:
     )
 
 
-def _given(loss: Loss, case: Case) -> Loss:
+def _given(loss: Loss, case: LossCase) -> Loss:
     return loss
 
 

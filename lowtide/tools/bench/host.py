@@ -35,7 +35,7 @@ DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 HEADS = 4  # heads of attention; its sequences have N tokens, and D features over all heads
 
 
-class Attention(NamedTuple):
+class TimedAttention(NamedTuple):
     """Hold a call of attention."""
 
     B: int
@@ -53,20 +53,23 @@ class Attention(NamedTuple):
 # as long for them as for many.
 ATTENTION_CALLS = {
     "cuda": {
-        "handed on": Attention(1, 2, 64, 64),
-        "handed on, no gradients": Attention(1, 2, 64, 64, tracked=False),
-        "windows with a bias": Attention(256, 8, 49, 32, bias=1),
-        "windows with a bias, no gradients": Attention(256, 8, 49, 32, bias=1, tracked=False),
-        "short sequences with a bias": Attention(16, 16, 512, 64, bias=1),
-        "short sequences with a bias each": Attention(16, 12, 512, 64, bias=16),
-        "causal with a bias": Attention(4, 16, 256, 64, bias=1, causal=True),
+        "handed on": TimedAttention(1, 2, 64, 64),
+        "handed on, no gradients": TimedAttention(1, 2, 64, 64, tracked=False),
+        "windows with a bias": TimedAttention(256, 8, 49, 32, bias=1),
+        "windows with a bias, no gradients": TimedAttention(256, 8, 49, 32, bias=1, tracked=False),
+        "short sequences with a bias": TimedAttention(16, 16, 512, 64, bias=1),
+        "short sequences with a bias each": TimedAttention(16, 12, 512, 64, bias=16),
+        "causal with a bias": TimedAttention(4, 16, 256, 64, bias=1, causal=True),
     },
-    "cpu": {"handed on": Attention(1, 2, 16, 16), "windows with a bias": Attention(2, 2, 16, 16, bias=1)},
+    "cpu": {
+        "handed on": TimedAttention(1, 2, 16, 16),
+        "windows with a bias": TimedAttention(2, 2, 16, 16, bias=1),
+    },
 }
 WARM, CALLS = 12, 60  # a call that comes often is recorded at its eighth time
 
 Run = Callable[[], Tensor]
-Call = tuple[Run, Run, Sequence[Tensor]]
+ComparedCall = tuple[Run, Run, Sequence[Tensor]]
 """An operator's call, the same in plain torch, and the tensors that are trained."""
 
 
@@ -100,7 +103,7 @@ def attention_host_rows(device: str, calls: int = CALLS) -> Iterator[HostRow]:
         yield _row(name, (case.B * case.M, case.H * case.K), call, device, calls)
 
 
-def _row(name: str, shape: tuple[int, ...], call: Call, device: str, calls: int) -> HostRow:
+def _row(name: str, shape: tuple[int, ...], call: ComparedCall, device: str, calls: int) -> HostRow:
     own, eager, leaves = call
     result = own().detach()
     upstream = torch.ones_like(result) if result.dim() else None
@@ -113,7 +116,7 @@ def _row(name: str, shape: tuple[int, ...], call: Call, device: str, calls: int)
     return HostRow(name, shape, DTYPES[device], *spans)
 
 
-def attention(case: Attention, dtype: torch.dtype, device: str) -> Call:
+def attention(case: TimedAttention, dtype: torch.dtype, device: str) -> ComparedCall:
     """Return a call by lowtide, the same by torch, and the tensors that are trained."""
     B, H, M, K, biases, causal, tracked = case
     generator = torch.Generator(device).manual_seed(0)
@@ -139,7 +142,7 @@ def attention(case: Attention, dtype: torch.dtype, device: str) -> Call:
     return own, eager, leaves
 
 
-def operators(N: int, D: int, V: int, dtype: torch.dtype, device: str) -> dict[str, Call]:
+def operators(N: int, D: int, V: int, dtype: torch.dtype, device: str) -> dict[str, ComparedCall]:
     """Return for each operator its call, the same in plain torch, and the tensors to be trained."""
     generator = torch.Generator(device).manual_seed(0)
 

@@ -39,8 +39,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.memory import peak_memory
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs, own_inputs, own_results, with_mean_loss
-from lowtide.tools.bench.providers import Call, Entry, Unavailable
+from lowtide.tools.bench.cases import IGNORE_INDEX, Inputs, LossCase, own_inputs, own_results, with_mean_loss
+from lowtide.tools.bench.providers import BenchEntry, TimedCall, Unavailable
 from lowtide.tools.ranks import from_first
 
 ALIGNMENT = 8
@@ -79,19 +79,19 @@ class Figures:
 
 @dataclass(frozen=True)
 class Row:
-    case: Case
+    case: LossCase
     mode: Mode
-    provider: Entry
+    provider: BenchEntry
     figures: Figures | None  # None if the provider did not run; `reason` says why.
     reason: str = ""
     failed: bool = False  # True if it raised an error other than Unavailable.
 
 
 def rows(
-    case: Case,
-    providers: Iterable[Entry],
+    case: LossCase,
+    providers: Iterable[BenchEntry],
     mode: Mode,
-    plain: Entry | None = None,
+    plain: BenchEntry | None = None,
     budget_ms: float = BUDGET_MS,
 ) -> Iterator[Row]:
     # Every provider is measured with products that torch does not shorten to TF32.
@@ -129,7 +129,7 @@ def attempted(run: Callable[[], ResultT], device: str) -> tuple[ResultT | None, 
 class _Bench:
     """Share inputs, the floor, and the exact results or the plain call among a case's providers."""
 
-    def __init__(self, case: Case, mode: Mode, plain: Entry | None, budget_ms: float):
+    def __init__(self, case: LossCase, mode: Mode, plain: BenchEntry | None, budget_ms: float):
         self.case, self.mode = case, mode
         self.budget_ms = 0.0 if case.smoke else budget_ms  # a smoke run shows that it works
         whole = case.inputs(requires_grad=mode is Mode.STEP)
@@ -148,7 +148,7 @@ class _Bench:
             together = torch.zeros(1, device=case.device)
             self.beside["ranks"] = partial(dist.all_reduce, together)
 
-    def measure(self, call: Call) -> Figures:
+    def measure(self, call: TimedCall) -> Figures:
         # The first call compiles and tunes; it and the next two also warm up what is timed
         # afterwards.
         errors = self.errors(call, self.step(call))
@@ -177,7 +177,7 @@ class _Bench:
         plain_median, over = beside["plain"]
         return replace(figures, plain_ms=plain_median, over_plain=over - 1)
 
-    def step(self, call: Call) -> tuple[Tensor, ...]:
+    def step(self, call: TimedCall) -> tuple[Tensor, ...]:
         """Return outputs and gradients, or outputs alone, and leave `.grad` unchanged."""
         with torch.set_grad_enabled(self.mode is Mode.STEP):
             outputs = call.run()
@@ -186,7 +186,7 @@ class _Bench:
         grads = torch.autograd.grad(outputs, call.leaves, call.upstream)
         return (*(output.detach() for output in outputs), *grads)
 
-    def errors(self, call: Call, results: tuple[Tensor, ...]) -> tuple[float, ...]:
+    def errors(self, call: TimedCall, results: tuple[Tensor, ...]) -> tuple[float, ...]:
         if not call.exact:
             return ()
         if self.truth is not None:

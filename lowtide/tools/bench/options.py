@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lowtide import linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy import dispatch
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
+from lowtide.tools.bench.cases import IGNORE_INDEX, Inputs, LossCase
 from lowtide.tools.bench.measure import Mode
-from lowtide.tools.bench.providers import PROVIDERS, Call, Entry
+from lowtide.tools.bench.providers import PROVIDERS, BenchEntry, TimedCall
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.units import GIB
 
@@ -43,7 +43,7 @@ class Option:
     distribution: str = "lowtide"
     smoke: bool | None = None
 
-    def call(self, case: Case, inputs: Inputs) -> Call:
+    def call(self, case: LossCase, inputs: Inputs) -> TimedCall:
         given = dict(zip(("input", "linear_weight", "target"), inputs))
         made = {
             name: value(case, given) if callable(value) else value for name, value in self.arguments.items()
@@ -55,7 +55,7 @@ class Option:
         tensors = (each for each in (*main, *arguments.values()) if isinstance(each, Tensor))
         sum_dtype = torch.promote_types(case.dtype, torch.float32)
         upstream = tuple(_random(case, case.tokens, dtype=sum_dtype, seed=k) for k in range(self.per_token))
-        return Call(
+        return TimedCall(
             partial(self.function, *main, **arguments),
             tuple(tensor for tensor in tensors if tensor.requires_grad),
             upstream or None,
@@ -66,47 +66,47 @@ class Option:
 # Tensors that options consist of.
 
 
-def _random(case: Case, *size: int, dtype: torch.dtype | None = None, seed: int = 10) -> Tensor:
+def _random(case: LossCase, *size: int, dtype: torch.dtype | None = None, seed: int = 10) -> Tensor:
     generator = torch.Generator(case.device).manual_seed(1 + seed)
     return torch.randn(*size, dtype=dtype or case.dtype, device=case.device, generator=generator)
 
 
-def _bias(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _bias(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     return _random(case, case.classes).requires_grad_()
 
 
-def _class_weight(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _class_weight(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     return _random(case, case.classes, dtype=torch.float32).abs_()
 
 
-def _row_weight(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _row_weight(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     return _random(case, case.tokens, dtype=torch.float32).abs_()
 
 
-def _learned_scale(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _learned_scale(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     return torch.full((), 0.5, device=case.device).requires_grad_()
 
 
-def _probabilities(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _probabilities(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     """Return class probabilities, in place: there may be room for one [N, V] and not for two."""
     target_NV = _random(case, case.tokens, case.classes).abs_()
     return target_NV.div_(target_NV.sum(1, keepdim=True))
 
 
-def _two_heads(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _two_heads(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     weight_VD = given["linear_weight"].detach()
     return torch.stack([weight_VD, weight_VD.flip(0)], 1).requires_grad_()
 
 
-def _two_targets(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _two_targets(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     return torch.stack([given["target"], given["target"].flip(0)], 1)
 
 
-def _zero_ignored(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _zero_ignored(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     return given["target"].masked_fill(given["target"] == IGNORE_INDEX, 0)
 
 
-def _half_ignored(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _half_ignored(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     """Return the targets with half of them ignored, those ignored before included."""
     target_N = given["target"].clone()
     order_N = _random(case, case.tokens, dtype=torch.float32)
@@ -114,15 +114,15 @@ def _half_ignored(case: Case, given: dict[str, Tensor]) -> Tensor:
     return target_N.index_fill_(0, order_N.topk(case.tokens // 2).indices, IGNORE_INDEX)
 
 
-def _frozen(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _frozen(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     return given["linear_weight"].detach()
 
 
-def _down(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _down(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     return _random(case, RANK, case.features).mul_(case.features**-0.5).requires_grad_()
 
 
-def _up(case: Case, given: dict[str, Tensor]) -> Tensor:
+def _up(case: LossCase, given: dict[str, Tensor]) -> Tensor:
     return _random(case, case.classes, RANK).mul_(RANK**-0.5).requires_grad_()
 
 
@@ -165,7 +165,7 @@ LORA = {"down_RD": _down, "up_VR": _up}
 VALUES = ("log_prob", "entropy", "logsumexp")
 _step = partial(Option, workspace=WORKSPACE)
 
-OPTIONS: dict[Mode, tuple[Entry, ...]] = {
+OPTIONS: dict[Mode, tuple[BenchEntry, ...]] = {
     Mode.STEP: (
         _step("plain"),
         _step("bias", {"linear_bias": _bias}),
@@ -212,7 +212,7 @@ OPTIONS: dict[Mode, tuple[Entry, ...]] = {
 }
 
 
-def options(mode: Mode, workspace: int) -> list[Entry]:
+def options(mode: Mode, workspace: int) -> list[BenchEntry]:
     """Return the options of a mode, the plain one first.
 
     The workspace is for all that have one: the steps of lowtide.

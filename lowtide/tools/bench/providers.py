@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
+from lowtide.tools.bench.cases import IGNORE_INDEX, Inputs, LossCase
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.units import GIB, MIB
 
@@ -30,7 +30,7 @@ class Unavailable(Exception):
     """Signal that the provider is not installed or does not support the case."""
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """Hold what is timed, with nothing left to choose or to make."""
 
     run: Callable[[], tuple[Tensor, ...]]
@@ -44,7 +44,7 @@ class Call(NamedTuple):
     """Whether its results are compared with the exact ones; else they are known to be wrong."""
 
 
-class Entry(Protocol):
+class BenchEntry(Protocol):
     """Describe what has a row: a provider, or an option of options.py."""
 
     @property
@@ -55,28 +55,28 @@ class Entry(Protocol):
     def smoke(self) -> bool | None: ...
     @property
     def workspace(self) -> int | None: ...
-    def call(self, case: Case, inputs: Inputs) -> Call: ...
+    def call(self, case: LossCase, inputs: Inputs) -> TimedCall: ...
 
 
 @dataclass(frozen=True)
 class Provider:
     name: str
     distribution: str  # The installed package whose version stands in the provider's rows.
-    load: Callable[[Case], Loss]
+    load: Callable[[LossCase], Loss]
     smoke: bool | None = (
         None  # Unless named: True runs in smoke runs only, False outside them only, None in both.
     )
     workspace: int | None = None  # Bytes that it was given, if it has such an option.
 
-    def call(self, case: Case, inputs: Inputs) -> Call:
+    def call(self, case: LossCase, inputs: Inputs) -> TimedCall:
         loss = self.load(case)
-        return Call(lambda: (loss(*inputs),), inputs[:2])
+        return TimedCall(lambda: (loss(*inputs),), inputs[:2])
 
 
 class Autocast(Provider):
     """Keep the weight in float32 under autocast: its gradient then is its own accumulator."""
 
-    def call(self, case: Case, inputs: Inputs) -> Call:
+    def call(self, case: LossCase, inputs: Inputs) -> TimedCall:
         input_ND, weight_VD, target_N = inputs
         if case.dtype not in (torch.bfloat16, torch.float16):
             raise Unavailable("autocast is for half precision")
@@ -87,11 +87,11 @@ class Autocast(Provider):
             with torch.autocast(case.device, case.dtype):
                 return (loss(input_ND, wide_VD, target_N),)
 
-        return Call(run, (input_ND, wide_VD))
+        return TimedCall(run, (input_ND, wide_VD))
 
 
 def lowtide_provider(name: str, workspace: int | None, kind: type[Provider] = Provider) -> Provider:
-    def load(case: Case) -> Loss:
+    def load(case: LossCase) -> Loss:
         from lowtide import linear_cross_entropy
 
         loss = partial(linear_cross_entropy, ignore_index=IGNORE_INDEX, softcap=case.softcap)
@@ -100,18 +100,18 @@ def lowtide_provider(name: str, workspace: int | None, kind: type[Provider] = Pr
     return kind(name, "lowtide", load, smoke=None if kind is Provider else False, workspace=workspace)
 
 
-def _eager(case: Case) -> Loss:
+def _eager(case: LossCase) -> Loss:
     return partial(eager_loss, softcap=case.softcap)
 
 
-def _compiled(backend: str, case: Case) -> Loss:
+def _compiled(backend: str, case: LossCase) -> Loss:
     # Code compiled for earlier cases counts towards the limit of recompilations unless it is reset.
     torch.compiler.reset()
     compiled = torch.compile(eager_loss, fullgraph=True, dynamic=False, backend=backend)
     return partial(compiled, softcap=case.softcap)
 
 
-def _torch_chunked(case: Case) -> Loss:
+def _torch_chunked(case: LossCase) -> Loss:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unavailable(f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13")
     _refuse_softcap(case)
@@ -119,25 +119,25 @@ def _torch_chunked(case: Case) -> Loss:
     return partial(F.linear_cross_entropy, ignore_index=IGNORE_INDEX, options=options)
 
 
-def _liger(accum_dtype: torch.dtype | None, case: Case) -> Loss:
+def _liger(accum_dtype: torch.dtype | None, case: LossCase) -> Loss:
     module = cuda_module("liger_kernel.transformers.functional", case.device)
     options = {"ignore_index": IGNORE_INDEX, "softcap": case.softcap, "accum_dtype": accum_dtype}
     return partial(module.liger_fused_linear_cross_entropy, **options)
 
 
-def _cut_cross_entropy(case: Case) -> Loss:
+def _cut_cross_entropy(case: LossCase) -> Loss:
     module = cuda_module("cut_cross_entropy", case.device)
     return partial(module.linear_cross_entropy, ignore_index=IGNORE_INDEX, softcap=case.softcap)
 
 
-def _quack(use_scaled_exp: bool, case: Case) -> Loss:
+def _quack(use_scaled_exp: bool, case: LossCase) -> Loss:
     module = cuda_module("quack.linear_cross_entropy", case.device)
     _refuse_softcap(case)
     loss = partial(module.chunked_linear_cross_entropy, ignore_index=IGNORE_INDEX)
     return partial(loss, use_scaled_exp=use_scaled_exp)
 
 
-def _refuse_softcap(case: Case) -> None:
+def _refuse_softcap(case: LossCase) -> None:
     if case.softcap is not None:
         raise Unavailable("it has no soft cap")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.tools import files
-from lowtide.tools.bench.cases import Case, Inputs, with_ignored
+from lowtide.tools.bench.cases import Inputs, LossCase, with_ignored
 from lowtide.tools.demo.data import load_corpus
 from lowtide.tools.demo.model import GPT
 from lowtide.tools.demo.trainer import CHECKPOINT
@@ -27,14 +27,14 @@ from lowtide.tools.errors import UserError
 CHUNK = 1024
 
 
-class Head(NamedTuple):
+class TrainedHead(NamedTuple):
     hidden_ND: Tensor
     weight_VD: Tensor
     target_N: Tensor
 
 
 @dataclass(frozen=True)
-class TrainedCase(Case):
+class TrainedCase(LossCase):
     head: Any = field(default=None, compare=False, repr=False)
 
     def inputs(self, requires_grad: bool) -> Inputs:
@@ -46,11 +46,11 @@ class TrainedCase(Case):
         return hidden_ND.requires_grad_(requires_grad), weight_VD.requires_grad_(requires_grad), target_N
 
 
-def trained_cases(cases: Sequence[Case], directory: Path, data: Path | None) -> list[Case]:
+def trained_cases(cases: Sequence[LossCase], directory: Path, data: Path | None) -> list[LossCase]:
     """Return these cases with the head of a checkpoint in place of a random one."""
     head = read_head(directory, data, max(case.tokens for case in cases), cases[0].device)
     V, D = head.weight_VD.shape
-    made: list[Case] = []
+    made: list[LossCase] = []
     for case in cases:
         shape = (case.tokens, D, V, case.dtype, case.device)
         one = TrainedCase(f"{case.name}-trained", *shape, case.smoke, "trained", head=head)
@@ -59,7 +59,7 @@ def trained_cases(cases: Sequence[Case], directory: Path, data: Path | None) -> 
 
 
 @torch.no_grad()
-def read_head(directory: Path, data: Path | None, tokens: int, device: str) -> Head:
+def read_head(directory: Path, data: Path | None, tokens: int, device: str) -> TrainedHead:
     path, saved = _checkpoint(directory)
     try:
         identity = saved["identity"]
@@ -83,7 +83,7 @@ def read_head(directory: Path, data: Path | None, tokens: int, device: str) -> H
     model = model.to(device)
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):  # The dtype of training.
         hidden = [model(tokens_BT[i : i + 8].to(device)).flatten(0, 1).cpu() for i in range(0, sequences, 8)]
-    return Head(torch.cat(hidden)[:tokens], model.head.weight.detach().cpu(), target_N[:tokens])
+    return TrainedHead(torch.cat(hidden)[:tokens], model.head.weight.detach().cpu(), target_N[:tokens])
 
 
 def _checkpoint(directory: Path) -> tuple[Path, dict]:

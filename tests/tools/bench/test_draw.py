@@ -7,7 +7,7 @@ import pytest
 from matplotlib.text import Text
 
 from lowtide.tools.bench import draw
-from lowtide.tools.bench.cases import AXES, CASES, Case, sweep
+from lowtide.tools.bench.cases import AXES, CASES, LossCase, sweep
 from lowtide.tools.bench.measure import Figures, Mode, Row
 from lowtide.tools.bench.providers import Provider
 from lowtide.tools.bench.table import LOSS, CsvWriter
@@ -20,7 +20,7 @@ HERE = Environment("2026-01-01", "SYNTHETIC", "2.11.0", "3.6.0", "0123456789ab",
 NAMES = ("lowtide", "lowtide-256MiB", "eager", "quack", "liger")
 
 
-def synthetic_row(case: Case, name: str) -> Row:
+def synthetic_row(case: LossCase, name: str) -> Row:
     """Made up. Nothing of quack; eager does not fit at the largest shapes."""
     provider = Provider(name, "torch", lambda case: None)
     logits = case.tokens * case.classes

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lowtide.cli.bench_pictures import draw as draw_file
 from lowtide.tools.bench import measure
-from lowtide.tools.bench.cases import Case
+from lowtide.tools.bench.cases import LossCase
 from lowtide.tools.bench.heads.data import HEADS
 from lowtide.tools.bench.heads.rows import HeadRow, head_cases, head_providers, head_rows
 from lowtide.tools.bench.heads.table import COLUMNS, HEAD_ROWS, draw, record
@@ -170,7 +170,7 @@ def test_workspace_too_small_is_a_row():
     assert row.engine == ""
 
 
-def synthetic(case: Case, name: str, ratio: float | None, reason: str = "") -> HeadRow:
+def synthetic(case: LossCase, name: str, ratio: float | None, reason: str = "") -> HeadRow:
     provider = Provider(name, "torch", lambda case: None)
     figures = None
     if ratio is not None:

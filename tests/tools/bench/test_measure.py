@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.tools.bench import measure
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case, own_inputs, own_results
+from lowtide.tools.bench.cases import IGNORE_INDEX, LossCase, own_inputs, own_results
 from lowtide.tools.bench.measure import Mode, alternate, exact, floor, quantiles, relative_error, rows
 from lowtide.tools.bench.providers import Provider, Unavailable
 
 MIB = 2**20
-CASE = Case("tiny", 96, 16, 80, torch.float32, "cpu")
+CASE = LossCase("tiny", 96, 16, 80, torch.float32, "cpu")
 
 
 def dense(input_ND, weight_VD, target_N):
@@ -40,7 +40,7 @@ def test_inputs_repeat_with_a_tenth_ignored():
 
 def test_each_rank_has_its_part():
     """Under FSDP2 each has as many targets that count: a mean of means is the mean of all."""
-    case = Case("tiny", 20, 4, 7, torch.float32, "cpu", ranks=3, tokens_divided=True)
+    case = LossCase("tiny", 20, 4, 7, torch.float32, "cpu", ranks=3, tokens_divided=True)
     ranks = [replace(case, rank=rank) for rank in range(3)]
     whole = case.inputs(requires_grad=True)
     assert [len(each) for each in whole] == [60, 7, 60]
@@ -59,7 +59,7 @@ def test_each_rank_has_its_part():
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-14), (torch.bfloat16, 1e-6)])
 def test_truth_matches_float64(dtype, tolerance, monkeypatch):
     monkeypatch.setattr(measure, "TRUTH_CHUNK", 40)  # two whole chunks and a rest
-    case = Case("tiny", 96, 16, 80, dtype, "cpu")
+    case = LossCase("tiny", 96, 16, 80, dtype, "cpu")
     input_ND, weight_VD, target_N = case.inputs(requires_grad=False)
     wide = [tensor.double().requires_grad_() for tensor in (input_ND, weight_VD)]
     loss = F.cross_entropy(F.linear(*wide), target_N)
@@ -215,7 +215,7 @@ def test_failures_are_rows_with_reasons():
 
 
 def test_case_too_large():
-    huge = Case("huge", 2**40, 2**20, 2**20, torch.float32, "cpu")
+    huge = LossCase("huge", 2**40, 2**20, 2**20, torch.float32, "cpu")
     one, other = rows(huge, [provider(dense, "one"), provider(dense, "other")], Mode.STEP)
     assert one.failed
     assert other.failed
@@ -254,7 +254,7 @@ def test_plain_entry_result_not_finite():
 @pytest.mark.parametrize(("own", "wide", "chosen"), [(1.0, 2.0, torch.bfloat16), (2.0, 1.0, torch.float32)])
 def test_floor_of_half_precision_in_quicker_dtype(own, wide, chosen, monkeypatch):
     monkeypatch.setattr(measure, "alternate", lambda calls, rounds, device: [[9.0, own], [wide, 9.0]])
-    case = Case("tiny", 96, 16, 80, torch.bfloat16, "cpu")
+    case = LossCase("tiny", 96, 16, 80, torch.bfloat16, "cpu")
     x_ND, w_VD, target_N = case.inputs(requires_grad=True)
     assert measure.products_dtype(x_ND.detach(), w_VD.detach()) is chosen
     products, dtypes = torch.mm, []
@@ -302,7 +302,7 @@ def test_out_of_memory_is_no_failure():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", Mode)
 def test_figures_on_cuda(mode):
-    case = Case("tiny", 2048, 512, 8192, torch.bfloat16, "cuda")
+    case = LossCase("tiny", 2048, 512, 8192, torch.bfloat16, "cuda")
     figures = run(dense, mode, case).figures
     assert figures.ratio > 0.9
     wide_logits_bytes = case.tokens * case.classes * 4

@@ -4,7 +4,7 @@ import importlib.util
 import pytest
 import torch
 
-from lowtide.tools.bench.cases import AXES, CASES, Case, sweep
+from lowtide.tools.bench.cases import AXES, CASES, LossCase, sweep
 from lowtide.tools.bench.measure import Mode, exact, relative_error
 from lowtide.tools.bench.providers import PROVIDERS, Unavailable
 
@@ -19,7 +19,7 @@ def test_names_unique():
 
 
 def test_sweeps_share_center():
-    center = Case("center", 16384, 2048, 131072, torch.bfloat16, "cuda")
+    center = LossCase("center", 16384, 2048, 131072, torch.bfloat16, "cuda")
     cases = sweep(center, AXES)
     assert len(cases) == len({case.name for case in cases}) == 13
     assert [case.tokens for case in sweep(center, ["tokens"])] == [2048, 4096, 8192, 16384, 32768]

@@ -9,11 +9,11 @@ from rich.console import Console
 import lowtide
 from lowtide.tools import environment
 from lowtide.tools.bench import table
-from lowtide.tools.bench.cases import Case
+from lowtide.tools.bench.cases import LossCase
 from lowtide.tools.bench.measure import Figures, Mode, Row
 from lowtide.tools.bench.providers import Provider
 
-CASE = Case("tiny", 96, 16, 80, torch.bfloat16, "cpu")
+CASE = LossCase("tiny", 96, 16, 80, torch.bfloat16, "cpu")
 FAST, PEER, BAD = (
     Provider(name, distribution, lambda case: None)
     for name, distribution in (("fast", "torch"), ("peer", "no-such-peer"), ("bad", "torch"))

@@ -35,7 +35,7 @@ from lowtide.tools.bench.attention.cases import (
 ALL: Flags = (True, True, True, True)  # [B, H, M, N]
 
 
-class Model(NamedTuple):
+class PublishedModel(NamedTuple):
     name: str = ""
     source: str = ""
     checked: str = ""
@@ -43,7 +43,7 @@ class Model(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RealCase(AttentionCase):
-    model: Model
+    model: PublishedModel
 
 
 def _packed(total: int, *parts: int) -> tuple[int, ...]:
@@ -54,44 +54,44 @@ def _packed(total: int, *parts: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-SWIN = Model("Swin-B", "microsoft/swin-base-patch4-window7-224", "")
-SWIN_2 = Model("SwinV2-B", "microsoft/swinv2-base-patch4-window16-256", "")
-SAM = Model("SAM ViT-H", "facebookresearch/segment-anything", "code")
-T5 = Model("T5-large", "google-t5/t5-large", "")
-MT5 = Model("mT5-base", "google/mt5-base", "")
-UMT5 = Model("UMT5-XXL", "google/umt5-xxl", "")
-DEBERTA = Model("DeBERTa-v3-base", "microsoft/deberta-v3-base", "")
-BLOOM = Model("BLOOM 7.1B", "bigscience/bloom-7b1", "")
-MPT = Model("MPT-7B", "mosaicml/mpt-7b", "")
-JINA = Model("Jina embeddings v2", "jinaai/jina-embeddings-v2-base-en", "")
-ALPHAFOLD = Model("AlphaFold 2", "google-deepmind/alphafold", "code")
-OPENFOLD = Model("OpenFold", "aqlaboratory/openfold", "")
-BOLTZ = Model("Boltz-1", "jwohlwend/boltz", "code")
-GRAPHORMER = Model("Graphormer", "microsoft/Graphormer", "code")
-VIT = Model("ViT-L/16", "google/vit-large-patch16-224", "")
-BEIT = Model("BEiT-B", "microsoft/beit-base-patch16-224", "transformers")
-SDXL = Model("SDXL", "stabilityai/stable-diffusion-xl-base-1.0", "")
-KOLORS = Model("Kolors", "Kwai-Kolors/Kolors", "code")
-PIXART = Model("PixArt-Sigma", "PixArt-alpha/PixArt-sigma", "")
-VAE = Model("Stable Diffusion VAE", "CompVis/stable-diffusion", "")
-WHISPER = Model("Whisper-large-v3", "openai/whisper-large-v3", "")
-GEMMA_2 = Model("Gemma 2 9B", "google/gemma-2-9b", "")
-GEMMA_3 = Model("Gemma 3 4B", "google/gemma-3-4b-pt", "")
-GPT_OSS = Model("gpt-oss-20b", "openai/gpt-oss-20b", "transformers")
-MISTRAL = Model("Mistral 7B v0.1", "mistralai/Mistral-7B-v0.1", "transformers")
-LLAMA_8B = Model("Llama 3 8B", "meta-llama/Meta-Llama-3-8B", "")
-LLAMA_70B = Model("Llama 3 70B", "meta-llama/Meta-Llama-3-70B", "")
-DEEPSEEK = Model("DeepSeek-V3", "deepseek-ai/DeepSeek-V3", "transformers")
-GPT_2 = Model("GPT-2", "openai-community/gpt2", "transformers")
-MODERNBERT = Model("ModernBERT-base", "answerdotai/ModernBERT-base", "transformers")
-BERT = Model("BERT-base", "google-bert/bert-base-uncased", "transformers")
+SWIN = PublishedModel("Swin-B", "microsoft/swin-base-patch4-window7-224", "")
+SWIN_2 = PublishedModel("SwinV2-B", "microsoft/swinv2-base-patch4-window16-256", "")
+SAM = PublishedModel("SAM ViT-H", "facebookresearch/segment-anything", "code")
+T5 = PublishedModel("T5-large", "google-t5/t5-large", "")
+MT5 = PublishedModel("mT5-base", "google/mt5-base", "")
+UMT5 = PublishedModel("UMT5-XXL", "google/umt5-xxl", "")
+DEBERTA = PublishedModel("DeBERTa-v3-base", "microsoft/deberta-v3-base", "")
+BLOOM = PublishedModel("BLOOM 7.1B", "bigscience/bloom-7b1", "")
+MPT = PublishedModel("MPT-7B", "mosaicml/mpt-7b", "")
+JINA = PublishedModel("Jina embeddings v2", "jinaai/jina-embeddings-v2-base-en", "")
+ALPHAFOLD = PublishedModel("AlphaFold 2", "google-deepmind/alphafold", "code")
+OPENFOLD = PublishedModel("OpenFold", "aqlaboratory/openfold", "")
+BOLTZ = PublishedModel("Boltz-1", "jwohlwend/boltz", "code")
+GRAPHORMER = PublishedModel("Graphormer", "microsoft/Graphormer", "code")
+VIT = PublishedModel("ViT-L/16", "google/vit-large-patch16-224", "")
+BEIT = PublishedModel("BEiT-B", "microsoft/beit-base-patch16-224", "transformers")
+SDXL = PublishedModel("SDXL", "stabilityai/stable-diffusion-xl-base-1.0", "")
+KOLORS = PublishedModel("Kolors", "Kwai-Kolors/Kolors", "code")
+PIXART = PublishedModel("PixArt-Sigma", "PixArt-alpha/PixArt-sigma", "")
+VAE = PublishedModel("Stable Diffusion VAE", "CompVis/stable-diffusion", "")
+WHISPER = PublishedModel("Whisper-large-v3", "openai/whisper-large-v3", "")
+GEMMA_2 = PublishedModel("Gemma 2 9B", "google/gemma-2-9b", "")
+GEMMA_3 = PublishedModel("Gemma 3 4B", "google/gemma-3-4b-pt", "")
+GPT_OSS = PublishedModel("gpt-oss-20b", "openai/gpt-oss-20b", "transformers")
+MISTRAL = PublishedModel("Mistral 7B v0.1", "mistralai/Mistral-7B-v0.1", "transformers")
+LLAMA_8B = PublishedModel("Llama 3 8B", "meta-llama/Meta-Llama-3-8B", "")
+LLAMA_70B = PublishedModel("Llama 3 70B", "meta-llama/Meta-Llama-3-70B", "")
+DEEPSEEK = PublishedModel("DeepSeek-V3", "deepseek-ai/DeepSeek-V3", "transformers")
+GPT_2 = PublishedModel("GPT-2", "openai-community/gpt2", "transformers")
+MODERNBERT = PublishedModel("ModernBERT-base", "answerdotai/ModernBERT-base", "transformers")
+BERT = PublishedModel("BERT-base", "google-bert/bert-base-uncased", "transformers")
 
 _plain = partial(RealCase, dtype=HALF, device="cuda")
 _scores = partial(_plain, bias=BY_QUERY_AND_KEY)
 _alibi = partial(_plain, bias=BY_HEAD_AND_KEY, bias_gradient=False, causal=True)
 _causal = partial(_plain, causal=True)
 _decode = partial(_plain, inference=True)
-_smoke = partial(RealCase, model=Model(), dtype=SINGLE, device="cpu", smoke=True)
+_smoke = partial(RealCase, model=PublishedModel(), dtype=SINGLE, device="cpu", smoke=True)
 
 SHORT_AND_LONG = _packed(8192, 1500, 300, 2600, 700, 150, 1100)
 SENTENCES = _packed(16384, 512, 90, 1024, 300)

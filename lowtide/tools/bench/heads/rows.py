@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lowtide.tools.bench.cases import IGNORED_FRACTION, Case
-from lowtide.tools.bench.heads.data import Head
+from lowtide.tools.bench.cases import IGNORED_FRACTION, LossCase
+from lowtide.tools.bench.heads.data import ModelHead
 from lowtide.tools.bench.measure import SWEEP_BUDGET_MS, Mode, Row, rows
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider, lowtide_provider
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
@@ -21,8 +21,8 @@ DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
 
 @dataclass(frozen=True)
-class HeadCase(Case):
-    head: Head = field(kw_only=True)
+class HeadCase(LossCase):
+    head: ModelHead = field(kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class HeadRow(Row):
     """The ratio to the aligned floor that `lowtide doctor` predicts."""
 
 
-def head_cases(heads: Iterable[Head], tokens: Sequence[int], device: str) -> list[HeadCase]:
+def head_cases(heads: Iterable[ModelHead], tokens: Sequence[int], device: str) -> list[HeadCase]:
     return [
         HeadCase(
             *(f"{head.name}-{count}", count, head.features, head.classes, DTYPES[device], device),

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.tools.bench.cases import IGNORE_INDEX, Case, Inputs
-from lowtide.tools.bench.providers import Call
+from lowtide.tools.bench.cases import IGNORE_INDEX, Inputs, LossCase
+from lowtide.tools.bench.providers import TimedCall
 from lowtide.tools.layers import shard_layers
 
 
@@ -32,7 +32,7 @@ class ShardedHead:
     smoke: bool | None = None
     workspace: int | None = None
 
-    def call(self, case: Case, inputs: Inputs) -> Call:
+    def call(self, case: LossCase, inputs: Inputs) -> TimedCall:
         input_ND, weight_VD, target_N = inputs
         head = sharded_head(case, weight_VD.detach(), self.shards_head)
 
@@ -43,10 +43,10 @@ class ShardedHead:
             loss.backward()  # FSDP2 reduces gradients behind backward alone
             return loss.detach(), _taken(input_ND), _taken(head.weight).to_local()
 
-        return Call(run, leaves=())
+        return TimedCall(run, leaves=())
 
 
-def sharded_head(case: Case, weight_VD: Tensor, shards_head: bool) -> nn.Linear:
+def sharded_head(case: LossCase, weight_VD: Tensor, shards_head: bool) -> nn.Linear:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.tools.bench.cases import Case
+from lowtide.tools.bench.cases import LossCase
 from lowtide.tools.eager import eager_loss
 
 
-def loss_parallel_of(case: Case) -> Any:
+def loss_parallel_of(case: LossCase) -> Any:
     """Return the loss of (input_ND, this rank's weight_VD, target_N), as torch's users write it."""
     from torch.distributed.device_mesh import init_device_mesh
 

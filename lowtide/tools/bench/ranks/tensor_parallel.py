@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from lowtide.core.collectives import Group, Wait
-from lowtide.tools.bench.cases import Case, Inputs
-from lowtide.tools.bench.providers import PROVIDERS, Call, Loss, Provider, lowtide_provider
+from lowtide.tools.bench.cases import Inputs, LossCase
+from lowtide.tools.bench.providers import PROVIDERS, Loss, Provider, TimedCall, lowtide_provider
 
 
 class WithoutCollectives(Provider):
     """Leave the collectives out. Backward of a mean has none: forward forms its gradients."""
 
-    def call(self, case: Case, inputs: Inputs) -> Call:
+    def call(self, case: LossCase, inputs: Inputs) -> TimedCall:
         loss = self.load(case)
         gathered: list[Tensor] = []
 
@@ -27,7 +27,7 @@ class WithoutCollectives(Provider):
             with without_collectives(gathered):
                 return (loss(*inputs),)
 
-        return Call(run, inputs[:2], exact=False)
+        return TimedCall(run, inputs[:2], exact=False)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def without_collectives(gathered: list[Tensor]) -> Iterator[None]:
             setattr(Group, name, each)
 
 
-def _loss_parallel(case: Case) -> Loss:
+def _loss_parallel(case: LossCase) -> Loss:
     from lowtide.tools.bench.ranks.loss_parallel import loss_parallel_of
 
     loss: Loss = loss_parallel_of(case)
