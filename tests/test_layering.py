@@ -168,6 +168,16 @@ def test_no_name_is_a_function_and_a_package():
         assert not callable(getattr(lowtide, name)) or f"lowtide.{name}" not in NAMES, name
 
 
+def test_no_two_classes_have_one_name():
+    """A reader who looks one up finds one. Private ones, and those within functions, count too."""
+    modules = {}
+    for name, path in NAMES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(name)
+    assert not {name: found for name, found in modules.items() if len(found) > 1}
+
+
 def test_triton_is_imported_when_a_kernel_is_needed():
     """Its files are reached from inside functions alone."""
     kernels = {name for name in NAMES if any(_names_triton(NAMES[name]))}
