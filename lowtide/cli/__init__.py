@@ -1,16 +1,11 @@
-"""Define the command line, `lowtide`, with one small module for each command.
+"""Define the command line, `lowtide`, with one small module for each command, or a folder.
 
 Its libraries come with the extra `lowtide[cli]`.
 
-Modules, in the order of imports:
+Folders and modules, in the order of imports:
 
-* errors: turn an error that the user can correct into a sentence.
-* parameters: options that several commands share, and their checks.
-* progress: show the progress of work of unknown length.
-* timeline: `lowtide bench memory-timeline`.
-* bench_pictures: draw the CSVs of `lowtide bench`.
-* bench_ranks: the options of `lowtide bench` for several ranks.
-* bench: `lowtide bench`.
+* shared: errors, options and progress of several commands.
+* bench: `lowtide bench`, a module for each group of its commands.
 * doctor: `lowtide doctor`.
 * estimate: `lowtide estimate`.
 * profile: `lowtide profile`.
@@ -48,7 +43,7 @@ def make_app() -> "typer.Typer":
 
     from lowtide import __version__
     from lowtide.cli import bench, doctor, estimate, profile, train, warmup
-    from lowtide.cli.errors import Commands
+    from lowtide.cli.shared.errors import Commands
 
     app = typer.Typer(
         name="lowtide",

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.cli.errors import Commands
-from lowtide.cli.parameters import refuse_given
-from lowtide.cli.parameters import workspace as workspace_option
+from lowtide.cli.shared.errors import Commands
+from lowtide.cli.shared.parameters import refuse_given
+from lowtide.cli.shared.parameters import workspace as workspace_option
 from lowtide.tools.doctor import attention as of_attention
 from lowtide.tools.doctor import linear_cross_entropy as of_loss
 from lowtide.tools.doctor import selftest as selftest_of_calls

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowtide.cli.parameters import MOST, MOST_TOKENS, output_file, output_picture, refuse_given
-from lowtide.cli.parameters import workspace as workspace_option
-from lowtide.cli.progress import progress
+from lowtide.cli.shared.parameters import MOST, MOST_TOKENS, output_file, output_picture, refuse_given
+from lowtide.cli.shared.parameters import workspace as workspace_option
+from lowtide.cli.shared.progress import progress
 from lowtide.tools.estimate.model import usual_dtype
 from lowtide.tools.estimate.report import draw, print_table
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting

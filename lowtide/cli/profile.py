@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowtide.cli.errors import show
-from lowtide.cli.parameters import (
+from lowtide.cli.shared.errors import show
+from lowtide.cli.shared.parameters import (
     MOST,
     MOST_TOKENS,
     DeviceOption,

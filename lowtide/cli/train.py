@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowtide.cli.parameters import MOST, MOST_TOKENS, check_output, output_directory
+from lowtide.cli.shared.parameters import MOST, MOST_TOKENS, check_output, output_directory
 from lowtide.tools.demo.compare import check_checkpoints, configs_of, train_both
 from lowtide.tools.demo.config import Config, LossChoice, Parallel, choose_sizes
 from lowtide.tools.demo.loop import train as train_one

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from lowtide import warmup as run
 from lowtide.cli.doctor import DType, Softcap
-from lowtide.cli.parameters import DeviceOption
-from lowtide.cli.parameters import workspace as workspace_option
+from lowtide.cli.shared.parameters import DeviceOption
+from lowtide.cli.shared.parameters import workspace as workspace_option
 from lowtide.tools.environment import Device, choose_device
 
 

@@ -13,9 +13,11 @@ import typing
 import pytest
 import torch
 
-from lowtide.cli import bench, doctor, errors, make_app, profile
+from lowtide.cli import doctor, make_app, profile
 from lowtide.cli import train as train_command
-from lowtide.cli.parameters import output_directory, output_file, output_picture, size_in_bytes
+from lowtide.cli.bench import attention, heads, host, loss, saved, steps, timeline
+from lowtide.cli.shared import errors
+from lowtide.cli.shared.parameters import output_directory, output_file, output_picture, size_in_bytes
 from lowtide.core.errors import ArgumentError
 from lowtide.tools.errors import UserError
 from tests.support.commands import invoke, said
@@ -148,11 +150,9 @@ def test_output_checked_before_work(command, text, tmp_path, monkeypatch):
         raise AssertionError("the work has started")
 
     for module, name in [
-        *((bench, "_print"), (bench, "draw_figure"), (profile, "run_steps"), (train_command, "train_one")),
-        *(
-            (sys.modules["lowtide.cli.estimate"], "estimated"),
-            (sys.modules["lowtide.cli.timeline"], "measure"),
-        ),
+        *((command, "print_tables") for command in (loss, heads, attention, host, steps)),
+        *((saved, "draw_figure"), (timeline, "measure"), (profile, "run_steps")),
+        *((train_command, "train_one"), (sys.modules["lowtide.cli.estimate"], "estimated")),
     ]:
         monkeypatch.setattr(module, name, work)
     (tmp_path / "directory.png").mkdir()

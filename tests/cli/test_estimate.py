@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.cli import main, progress
+from lowtide.cli import main
+from lowtide.cli.shared import progress
 from lowtide.tools.estimate.offline import plain
 from lowtide.tools.estimate.setting import Dtype, Loss, Setting
 from lowtide.tools.estimate.step import estimate as estimated

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lowtide.cli.parameters import check_output
+from lowtide.cli.shared.parameters import check_output
 from lowtide.tools import ranks
 from lowtide.tools.errors import UserError
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtide.cli.errors import describe
+from lowtide.cli.shared.errors import describe
 from lowtide.tools import figures, files
 from lowtide.tools.environment import Device
 from lowtide.tools.errors import UserError

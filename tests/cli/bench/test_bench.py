@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from lowtide.cli import bench
+from lowtide.cli.bench import loss
 from lowtide.tools.bench import steps
 from lowtide.tools.bench.cases import CASES
 from lowtide.tools.bench.measure import Mode
@@ -163,7 +163,7 @@ def test_sweep_measured_and_drawn(tmp_path):
 
 def test_sweep_default_providers_and_case(monkeypatch):
     seen = []
-    monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(tables))
+    monkeypatch.setattr(loss, "print_tables", lambda tables, *rest: seen.extend(tables))
     for more in ([], ["--case", "smoke-cpu", "--case", "cpu", "--provider", "liger-fp32"]):
         chosen = ["linear-cross-entropy", "--device", "cpu", "--sweep", "classes", *more]
         assert lowtide_bench(*chosen).exit_code == 0
@@ -176,18 +176,18 @@ def test_sweep_default_providers_and_case(monkeypatch):
     assert len(seen) == 15
     assert {table.total for table in seen[5:]} == {1}
     assert set(SWEPT) < {provider.name for provider in PROVIDERS}
-    assert {bench.SWEPT_CASE[case.device] for case in CASES} <= {case.name for case in CASES}
+    assert {loss.SWEPT_CASE[case.device] for case in CASES} <= {case.name for case in CASES}
 
 
 def test_shapes_by_name_run_by_name_alone():
-    usual = [case.name for case in bench._cases("cuda", None, False, {})]
+    usual = [case.name for case in loss._cases("cuda", None, False, {})]
     assert {"A", "B", "B-1024"} <= {*usual}
     named = {case.name: case for case in CASES if case.by_name}
     assert not {*usual} & {*named}
-    assert [case.name for case in bench._cases("cuda", [*named], False, {})] == [*named]
+    assert [case.name for case in loss._cases("cuda", [*named], False, {})] == [*named]
     whole = next(case for case in CASES if case.name == "B")
     assert named["B-classes-32064"].classes / 2 == whole.classes / 8, "of two cards, what one of eight has"
-    assert {*bench.FSDP_CASE.values()} <= {case.name for case in CASES}
+    assert {*loss.FSDP_CASE.values()} <= {case.name for case in CASES}
 
 
 def options(*arguments):
@@ -238,10 +238,12 @@ def test_options_one_mode_other_workspace(tmp_path):
 
 def test_options_default_case(monkeypatch):
     seen = []
-    monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(one.case.name for one in tables))
+    monkeypatch.setattr(
+        loss, "print_tables", lambda tables, *rest: seen.extend(one.case.name for one in tables)
+    )
     assert options().exit_code == 0
     assert seen == ["cpu-small", "cpu-small"], "a table a mode"
-    assert {bench.OPTIONS_CASE[case.device] for case in CASES} <= {case.name for case in CASES}
+    assert {loss.OPTIONS_CASE[case.device] for case in CASES} <= {case.name for case in CASES}
 
 
 @pytest.mark.parametrize("command", ["linear-cross-entropy", "options"])
@@ -262,7 +264,7 @@ def test_failure_row_and_exit_status(monkeypatch):
     def broken(case):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(bench, "PROVIDERS", (Provider("broken", "torch", broken),))
+    monkeypatch.setattr(loss, "PROVIDERS", (Provider("broken", "torch", broken),))
     for arguments, exit_code in ((["--smoke"], 1), (["--case", "smoke-cpu"], 0)):
         done = invoke("--device", "cpu", *arguments)
         assert done.exit_code == exit_code, done.output

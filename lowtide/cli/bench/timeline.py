@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowtide.cli.parameters import DeviceOption, check_output, output_picture, refuse_given
+from lowtide.cli.shared.parameters import DeviceOption, check_output, output_picture, refuse_given
 from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.errors import UserError
 from lowtide.tools.profile.last_stage import SHAPES, SMOKE, draw, measure, read, write

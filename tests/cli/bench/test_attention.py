@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lowtide.cli import bench
+from lowtide.cli.bench import attention
 from lowtide.tools.bench.attention.cases import ATTENTION_CASES
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS
 from tests.support.commands import invoke as in_this_process
@@ -60,8 +60,10 @@ def test_cases_and_providers_by_name(tmp_path):
 
 def test_longest_cases_by_name_only(monkeypatch):
     seen = []
-    monkeypatch.setattr(bench, "_print", lambda tables, *rest: seen.extend(one.case.name for one in tables))
-    monkeypatch.setattr(bench, "choose_device", lambda device: "cuda")
+    monkeypatch.setattr(
+        attention, "print_tables", lambda tables, *rest: seen.extend(one.case.name for one in tables)
+    )
+    monkeypatch.setattr(attention, "choose_device", lambda device: "cuda")
     assert invoke().exit_code == 0
     assert "bias-scores" in seen
     assert "million" not in seen
@@ -72,10 +74,10 @@ def test_longest_cases_by_name_only(monkeypatch):
 
 def test_cases_without_some_providers(monkeypatch):
     seen = []
-    monkeypatch.setattr(bench, "_print", lambda tables, *rest: None)
-    monkeypatch.setattr(bench, "choose_device", lambda device: "cuda")
+    monkeypatch.setattr(attention, "print_tables", lambda tables, *rest: None)
+    monkeypatch.setattr(attention, "choose_device", lambda device: "cuda")
     monkeypatch.setattr(
-        bench, "attention_rows", lambda case, providers: seen.append([p.name for p in providers])
+        attention, "attention_rows", lambda case, providers: seen.append([p.name for p in providers])
     )
     names = [provider.name for provider in ATTENTION_PROVIDERS]
     for arguments in ((), ("--provider", "flex")):

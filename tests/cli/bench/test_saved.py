@@ -9,7 +9,7 @@ from lowtide.tools import environment
 from lowtide.tools.bench.compare import CASE, FIGURES, compare
 from tests.support.commands import invoke, said
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 STEP = BENCHMARKS / "cpu" / "linear_cross_entropy_step.csv"
 
 

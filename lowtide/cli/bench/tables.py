@@ -1,0 +1,83 @@
+"""Measure rows and print them as tables: what the commands of `lowtide bench` share."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Protocol, TypeVar
+
+import typer
+from rich.console import Console
+
+from lowtide.cli.shared.parameters import output_file
+from lowtide.tools.bench.table import LOSS, CsvWriter, Format
+from lowtide.tools.environment import Environment
+from lowtide.tools.files import growing_file
+from lowtide.tools.ranks import is_first
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def smoke(self) -> bool | None: ...
+
+
+NamedT = TypeVar("NamedT", bound=Named)
+
+Names = list[str] | None
+Smoke = Annotated[bool, typer.Option("--smoke", help="Run a tiny shape, and exit with 1 if a row fails.")]
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "--csv", parser=output_file, metavar="FILE", help="Write the rows to this CSV file."
+    ),
+]
+
+
+def names_option(what: str, show_default: str = "all") -> Any:
+    return typer.Option(help=f"{what} by name; repeatable.", show_default=show_default)
+
+
+class CaseTable(NamedTuple):
+    case: Named
+    total: int
+    rows: Iterator[Any]  # Lazy: a row is measured, and its tensors made, when it is asked for.
+
+
+def print_tables(
+    tables: Sequence[CaseTable], device: str, smoke: bool, out: Path | None, form: Format = LOSS
+) -> list[Any]:
+    """Measure, print the tables and return all rows; a smoke run exits with 1 if a row failed."""
+    console = Console(quiet=not is_first())
+    if not console.is_terminal:
+        console.width = form.width
+    every: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        writer = None
+        if out is not None and is_first():
+            writer = CsvWriter(stack.enter_context(growing_file(out)), Environment.of(device), form)
+        for table in tables:
+            measured: list[Any] = []
+            with console.status(table.case.name) as spinner:
+                for row in table.rows:
+                    measured.append(row)
+                    if writer is not None:
+                        writer.write(row)
+                    spinner.update(f"{table.case.name}: {len(measured)} of {table.total} rows")
+            console.print(form.render(measured))
+            every += measured
+    if smoke and any(row.failed for row in every):
+        raise typer.Exit(1)
+    return every
+
+
+def choose(known: Sequence[NamedT], names: Names, smoke: bool, option: str) -> list[NamedT]:
+    """Return the entries of these names in the order given, or all of this kind of run."""
+    if not names:
+        return [entry for entry in known if entry.smoke in (None, smoke)]
+    by_name = {entry.name: entry for entry in known}
+    for name in names:
+        if name not in by_name:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(by_name)}", param_hint=option)
+    return [by_name[name] for name in names]
