@@ -17,7 +17,7 @@ from lowtide.core.kernels.backend import reason_against
 from lowtide.memory import peak_memory
 from lowtide.tools.doctor import attention as of_attention
 from lowtide.tools.doctor import linear_cross_entropy as of_loss
-from lowtide.tools.doctor import selftest
+from lowtide.tools.doctor import selftest, selftest_cases
 from tests.support.commands import invoke
 from tests.support.loss import (
     check,
@@ -134,26 +134,28 @@ CASES = {
         _positions,
         lambda given: lowtide.linear_cross_entropy(given["input"], given["weight"], given["target"]),
         lambda given: F.cross_entropy(
-            torch.einsum("nd,vpd->nvp", selftest._wide(given["input"]), selftest._wide(given["weight"])),
+            torch.einsum(
+                "nd,vpd->nvp", selftest_cases._wide(given["input"]), selftest_cases._wide(given["weight"])
+            ),
             given["target"],
         ),
     ),
     "twice differentiated": (
-        selftest._head,
-        lambda given: _penalty(selftest._loss(given), given),
-        lambda given: _penalty(selftest._plain_loss(given), given),
+        selftest_cases._head,
+        lambda given: _penalty(selftest_cases._loss(given), given),
+        lambda given: _penalty(selftest_cases._plain_loss(given), given),
     ),
     "the reference": (
-        selftest._head,
-        lambda given: selftest._loss(given, backend="reference"),
-        selftest._plain_loss,
+        selftest_cases._head,
+        lambda given: selftest_cases._loss(given, backend="reference"),
+        selftest_cases._plain_loss,
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_further_calls(device, name):
-    passes(selftest.Case(name, F32, *CASES[name]), device)
+    passes(selftest_cases.Case(name, F32, *CASES[name]), device)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -162,13 +164,15 @@ def test_autocast(device, dtype):
 
     def ours(given):
         with torch.autocast(device, dtype):
-            return selftest._loss(given)
+            return selftest_cases._loss(given)
 
     def attended(given):
         with torch.autocast(device, dtype):
             return _attended(given)
 
-    passes(selftest.Case("autocast", F32, selftest._head, ours, selftest._plain_loss), device)
+    passes(
+        selftest_cases.Case("autocast", F32, selftest_cases._head, ours, selftest_cases._plain_loss), device
+    )
     query = torch.randn(1, 7, 2, 8, device="cpu").to(device)
     assert attended({"query": query, "key": query, "value": query}).dtype == dtype
 

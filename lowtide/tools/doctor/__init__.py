@@ -7,5 +7,6 @@ Modules, in the order of imports:
 * collectives: what a call of a divided head moves.
 * linear_cross_entropy: the engine and the plan of a call of the loss.
 * attention: the backend of a call of attention, and why.
-* selftest: fifty calls, compared with torch in float64.
+* selftest_cases: fifty calls, and their definitions in plain torch.
+* selftest: their errors, against the definitions in float64.
 """

@@ -1,0 +1,312 @@
+"""List the fifty calls of the self-test, each with its definition in plain torch.
+
+Shapes: N tokens, D features, V classes; B sequences, M queries and keys, H heads, K features of a
+head.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import attn_bias, distillation, losses
+
+Tensors = dict[str, Tensor]
+Function = Callable[[Tensors], Tensor]
+N, D, V = 256, 64, 2048
+CHUNKS = 512 << 10  # a workspace with room for few of the tokens at a time
+B, M, H, K = 2, 160, 4, 32
+
+
+class Case(NamedTuple):
+    """Describe a call: `ours` and `plain` compute the same of tensors of one dtype."""
+
+    name: str
+    dtype: torch.dtype
+    tensors: Callable[[], Tensors]
+    ours: Function
+    plain: Function
+
+
+CONSTANTS = ("target", "probabilities", "class_weight", "row_weight", "teacher", "teacher_weight")
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _head() -> Tensors:
+    target = torch.randint(V, (N,))
+    target[::7] = -100
+    return {"input": torch.randn(N, D), "weight": torch.randn(V, D) / 8, "target": target}
+
+
+def _head_and(**more: Callable[[], Tensor]) -> Callable[[], Tensors]:
+    return lambda: _head() | {name: make() for name, make in more.items()}
+
+
+def _logits(given: Tensors) -> Tensor:
+    return _wide(given["input"]) @ _wide(given["weight"]).t()
+
+
+def _loss(given: Tensors, **options: object) -> Tensor:
+    return lowtide.linear_cross_entropy(given["input"], given["weight"], given["target"], **options)  # type: ignore[arg-type]
+
+
+def _plain_loss(given: Tensors, logits_NV: Tensor | None = None, **options: object) -> Tensor:
+    logits_NV = _logits(given) if logits_NV is None else logits_NV
+    return F.cross_entropy(logits_NV, given["target"], **options)  # type: ignore[arg-type]
+
+
+def _z_loss(given: Tensors) -> Tensor:
+    logits_NV = _logits(given)
+    counted = given["target"] != -100
+    squares_N = logits_NV.logsumexp(-1).square() * counted
+    return _plain_loss(given, logits_NV) + 1e-3 * squares_N.sum() / counted.sum()
+
+
+def _plain_row_weight(given: Tensors) -> Tensor:
+    losses_N = _plain_loss(given, reduction="none")
+    return (losses_N * _wide(given["row_weight"])).sum() / (given["target"] != -100).sum()
+
+
+def _log_probs(given: Tensors) -> Tensor:
+    found = lowtide.linear_log_probs(given["input"], given["weight"], given["target"])
+    return found.log_prob + 0.1 * found.entropy
+
+
+def _plain_log_probs(given: Tensors) -> Tensor:
+    target_N, log_p_NV = given["target"], _logits(given).log_softmax(-1)
+    entropy_N = -(log_p_NV.exp() * log_p_NV).sum(-1)
+    log_prob_N = log_p_NV.gather(1, target_N.clamp(min=0)[:, None])[:, 0]
+    return torch.where(target_N == -100, torch.zeros_like(entropy_N), log_prob_N + 0.1 * entropy_N)
+
+
+def _sum(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits, target, reduction="sum")
+
+
+def _model(given: Tensors) -> nn.Linear:
+    head = nn.Linear(D, V, bias=False, device="meta")
+    head.weight = given["weight"]  # type: ignore[assignment]
+    return head
+
+
+def _chunked(given: Tensors) -> Tensor:
+    return lowtide.chunked_loss(_sum, _model(given), given["input"], given["target"], chunk_size=100) / N
+
+
+def _deferred(given: Tensors) -> Tensor:
+    head = _model(given)
+    with lowtide.defer_logits(head, head=head):
+        return F.cross_entropy(head(given["input"]), given["target"])
+
+
+def _teachers() -> Tensors:
+    return {
+        "input": torch.randn(N, D),
+        "weight": torch.randn(V, D) / 8,
+        "teacher": torch.randn(N, D),
+        "teacher_weight": torch.randn(V, D) / 8,
+    }
+
+
+def _distilled(function: Callable[..., Tensor]) -> Function:
+    return lambda given: function(*(given[name] for name in ("input", "weight", "teacher", "teacher_weight")))
+
+
+def _both(given: Tensors) -> tuple[Tensor, Tensor]:
+    teacher_NV = _wide(given["teacher"]) @ _wide(given["teacher_weight"]).t()
+    return _logits(given).log_softmax(-1), teacher_NV.log_softmax(-1)
+
+
+def _plain_forward_kl(given: Tensors) -> Tensor:
+    student_NV, teacher_NV = _both(given)
+    return F.kl_div(student_NV, teacher_NV, reduction="batchmean", log_target=True)
+
+
+def _plain_jensen_shannon(given: Tensors) -> Tensor:
+    student_NV, teacher_NV = _both(given)
+    mixed_NV = (0.5 * (student_NV.exp() + teacher_NV.exp())).log()
+    return sum(  # type: ignore[return-value]
+        0.5 * F.kl_div(mixed_NV, one_NV, reduction="batchmean", log_target=True)
+        for one_NV in (student_NV, teacher_NV)
+    )
+
+
+def _plain_reverse_kl(given: Tensors) -> Tensor:
+    student_NV, teacher_NV = _both(given)
+    return F.kl_div(teacher_NV, student_NV, reduction="batchmean", log_target=True)
+
+
+def _pairs() -> Tensors:
+    return {"input": torch.randn(N, D), "keys": torch.randn(N, D)}
+
+
+def _info_nce(given: Tensors) -> Tensor:
+    return losses.info_nce(given["input"], given["keys"], logit_scale=0.1)
+
+
+def _plain_info_nce(given: Tensors) -> Tensor:
+    scores_NN = _wide(given["input"]) @ _wide(given["keys"]).t()
+    return F.cross_entropy(0.1 * scores_NN, torch.arange(N, device=scores_NN.device))
+
+
+def _qkv(B: int = B, key_heads: int = H, **more: Callable[[], Tensor]) -> Callable[[], Tensors]:
+    def make() -> Tensors:
+        key, value = (torch.randn(B, M, key_heads, K) for _ in range(2))
+        return {"query": torch.randn(B, M, H, K), "key": key, "value": value} | {
+            name: tensor() for name, tensor in more.items()
+        }
+
+    return make
+
+
+def _attention(mask: Callable[[], attn_bias.AttentionBias] | None = None, **options: object) -> Function:
+    def ours(given: Tensors) -> Tensor:
+        bias = given.get("bias") if mask is None else mask()
+        return lowtide.memory_efficient_attention(
+            given["query"],
+            given["key"],
+            given["value"],
+            bias,
+            **options,  # type: ignore[arg-type]
+        )
+
+    return ours
+
+
+def _plain_attention(
+    sees: Callable[[Tensor, Tensor], Tensor] | None = None, softcap: float | None = None
+) -> Function:
+    def plain(given: Tensors) -> Tensor:
+        query, key, value = (_wide(given[name]).transpose(1, 2) for name in ("query", "key", "value"))
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+        scores_BHMN = query @ key.transpose(-1, -2) * K**-0.5
+        if softcap is not None:
+            scores_BHMN = softcap * torch.tanh(scores_BHMN / softcap)
+        if "bias" in given:
+            scores_BHMN = scores_BHMN + _wide(given["bias"])
+        if sees is not None:
+            places = torch.arange(M, device=query.device)
+            hidden = ~sees(places[:, None], places[None, :])
+            scores_BHMN = scores_BHMN.masked_fill(hidden, -torch.inf)
+        return (scores_BHMN.softmax(-1) @ value).transpose(1, 2)
+
+    return plain
+
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+LENGTHS = (60, 100)  # Lengths of two sequences, which lie in one row of M tokens.
+
+
+def _same_sequence(i: Tensor, j: Tensor) -> Tensor:
+    return ((i >= LENGTHS[0]) == (j >= LENGTHS[0])) & (j <= i)
+
+
+def _packed() -> attn_bias.AttentionBias:
+    return attn_bias.BlockDiagonalCausalMask.from_seqlens(LENGTHS)
+
+
+def _cases() -> Iterator[Case]:
+    def both(name: str, tensors: Callable[[], Tensors], ours: Function, plain: Function) -> Iterator[Case]:
+        for dtype in (F32, BF16):
+            yield Case(name, dtype, tensors, ours, plain)
+
+    for dtype in (F64, F32, BF16, F16):
+        for reduction, workspace in (("mean", None), ("sum", CHUNKS), ("none", None)):
+            in_chunks = f", in {CHUNKS >> 10} KiB" if workspace else ""
+            yield Case(
+                f"loss, {reduction}{in_chunks}",
+                dtype,
+                _head,
+                lambda given, how=reduction, room=workspace: _loss(given, reduction=how, workspace=room),  # type: ignore[misc]
+                lambda given, how=reduction: _plain_loss(given, reduction=how),  # type: ignore[misc]
+            )
+    yield from both(
+        "loss, bias",
+        _head_and(bias=lambda: torch.randn(V)),
+        lambda given: _loss(given, linear_bias=given["bias"]),
+        lambda given: _plain_loss(given, _logits(given) + _wide(given["bias"])),
+    )
+    yield from both(
+        "loss, class weights",
+        _head_and(class_weight=lambda: torch.rand(V)),
+        lambda given: _loss(given, weight=given["class_weight"]),
+        lambda given: _plain_loss(given, weight=_wide(given["class_weight"])),
+    )
+    yield from both(
+        "loss, label smoothing",
+        _head,
+        lambda given: _loss(given, label_smoothing=0.1),
+        lambda given: _plain_loss(given, label_smoothing=0.1),
+    )
+    yield from both(
+        "loss, soft cap",
+        _head,
+        lambda given: _loss(given, softcap=3.0),
+        lambda given: _plain_loss(given, 3 * torch.tanh(_logits(given) / 3)),
+    )
+    yield from both(
+        "loss, learned scale",
+        _head_and(scale=lambda: torch.tensor(0.75)),
+        lambda given: _loss(given, logit_scale=given["scale"]),
+        lambda given: _plain_loss(given, _wide(given["scale"]) * _logits(given)),
+    )
+    yield from both("loss, z-loss", _head, lambda given: _loss(given, z_loss=1e-3), _z_loss)
+    yield from both(
+        "loss, row weights",
+        _head_and(row_weight=lambda: torch.rand(N)),
+        lambda given: _loss(given, row_weight=given["row_weight"]),
+        _plain_row_weight,
+    )
+    yield from both(
+        "loss, class probabilities",
+        lambda: _head() | {"target": torch.randn(N, V).softmax(-1)},
+        _loss,
+        lambda given: F.cross_entropy(_logits(given), _wide(given["target"])),
+    )
+    yield from both("log-probabilities and entropy", _head, _log_probs, _plain_log_probs)
+    for dtype in (F64, F32):
+        yield Case(
+            "chunked loss", dtype, _head, _chunked, lambda given: _sum(_logits(given), given["target"]) / N
+        )
+    yield Case("deferred logits", F32, _head, _deferred, _plain_loss)
+    yield Case("forward KL", F32, _teachers, _distilled(distillation.forward_kl), _plain_forward_kl)
+    yield Case("reverse KL", F32, _teachers, _distilled(distillation.reverse_kl), _plain_reverse_kl)
+    js = distillation.jensen_shannon
+    yield Case("Jensen-Shannon", F32, _teachers, _distilled(js), _plain_jensen_shannon)
+    yield Case("InfoNCE", F32, _pairs, _info_nce, _plain_info_nce)
+    for dtype in (F64, F32, BF16, F16):
+        yield Case("attention", dtype, _qkv(), _attention(), _plain_attention())
+    yield from both(
+        "attention, causal",
+        _qkv(),
+        _attention(attn_bias.LowerTriangularMask),
+        _plain_attention(lambda i, j: j <= i),
+    )
+    yield from both(
+        "attention, bias with a gradient",
+        _qkv(bias=lambda: torch.randn(1, H, M, M)),
+        _attention(),
+        _plain_attention(),
+    )
+    yield from both(
+        "attention, packed sequences", _qkv(B=1), _attention(_packed), _plain_attention(_same_sequence)
+    )
+    yield Case("attention, grouped keys", BF16, _qkv(key_heads=2), _attention(), _plain_attention())
+    yield Case("attention, soft cap", F32, _qkv(), _attention(softcap=2.0), _plain_attention(softcap=2.0))
+    yield Case(
+        "attention, window",
+        F32,
+        _qkv(),
+        _attention(window=(16, 0)),
+        _plain_attention(lambda i, j: (j <= i) & (j >= i - 16)),
+    )
+
+
+CASES = tuple(_cases())
