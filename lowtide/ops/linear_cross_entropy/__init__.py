@@ -13,14 +13,11 @@ positions    a K-dimensional loss, which has one head per position
 sharding     a head whose classes are divided over ranks: its DTensors or group, and its results
 token_count  the tokens that count on all ranks: what a mean over them divides by
 data_sharded a head whose classes are divided over ranks that have tokens of their own
-api          the public functions and LinearCrossEntropyLoss
+api          the public functions
+module       LinearCrossEntropyLoss
 """
 
-from lowtide.ops.linear_cross_entropy.api import (
-    LinearCrossEntropyLoss,
-    LogProbs,
-    linear_cross_entropy,
-    linear_log_probs,
-)
+from lowtide.ops.linear_cross_entropy.api import LogProbs, linear_cross_entropy, linear_log_probs
+from lowtide.ops.linear_cross_entropy.module import LinearCrossEntropyLoss
 
 __all__ = ["LinearCrossEntropyLoss", "LogProbs", "linear_cross_entropy", "linear_log_probs"]

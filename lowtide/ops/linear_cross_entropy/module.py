@@ -1,0 +1,157 @@
+"""Define the module LinearCrossEntropyLoss, which owns its head. Its docstring is the contract."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.core.checks import check_tensors
+from lowtide.core.errors import ArgumentError, ArgumentTypeError, advises
+from lowtide.core.fsdp import gathers_head
+from lowtide.ops.linear_cross_entropy.api import linear_cross_entropy
+from lowtide.ops.linear_cross_entropy.data_sharded import by_class
+from lowtide.ops.linear_cross_entropy.definition import advice
+from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Backend, Reduction
+from lowtide.ops.linear_cross_entropy.definition.validation import check_loss_options
+
+
+@gathers_head
+def _loss_of_positions(
+    input: Tensor,
+    linear_weight: Tensor,  # [V d1 ... dK, D]
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None,
+    logits_shape: tuple[int, ...],
+    **options: Any,
+) -> Tensor:
+    """Compute a K-dimensional loss of a linear layer's parameters; gather those of FSDP2 first."""
+    weight = by_class("linear_weight", linear_weight, logits_shape)
+    bias = None if linear_bias is None else by_class("linear_bias", linear_bias, logits_shape)
+    return linear_cross_entropy(input, weight, target, linear_bias=bias, **options)
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """Own the head `.linear` (:class:`torch.nn.Linear`), and compute :func:`linear_cross_entropy`.
+
+    Example::
+
+        criterion = lowtide.LinearCrossEntropyLoss(
+            4096, 128256, device="cuda", dtype=torch.bfloat16
+        )
+        loss = criterion(hidden, target)            # hidden [..., 4096], target [...]
+        criterion.linear.weight = embedding.weight  # a tied head
+
+    Args:
+        in_features, num_classes, bias, device, dtype: of `.linear`.
+        out_features: (d1, ..., dK) of a K-dimensional loss; `.linear` then has V d1 ... dK outputs.
+        weight: class weights [V], kept as a buffer.
+        logit_scale: a float. A learned one is refused: keep it in your own module and call the
+            function.
+        The others are those of :func:`linear_cross_entropy`. Row weights and the normaliser go to
+        the call: ``criterion(hidden, target, row_weight=..., normalizer=...)``.
+
+    For the weight of a head that another module owns (Liger's module takes it in the call), use
+    :func:`linear_cross_entropy`.
+
+    `parallelize_module` with ``{"linear": ColwiseParallel()}`` divides the classes over ranks.
+    """
+
+    weight: Tensor | None
+
+    @advises(advice.INSTEAD_OF, advice.USAGE_OF_MODULE)
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        weight: Tensor | None = None,
+        reduction: Reduction = "mean",
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float | None = None,
+        z_loss: float = 0.0,
+        workspace: int | None = None,
+        backend: Backend = "auto",
+        tokens_sharded: bool = False,
+        segments: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(logit_scale, Tensor):
+            raise ArgumentTypeError(
+                "logit_scale must be a float here, got a tensor, which this module would neither train nor "
+                "save; keep it in a module of your own and call lowtide.linear_cross_entropy"
+            )
+        check_tensors({} if weight is None else {"weight": weight})
+        if weight is not None and weight.shape != (num_classes,):
+            raise ArgumentError(f"weight must have shape [{num_classes}], got {list(weight.shape)}")
+        no_target = torch.zeros(0) if ignore_index is None else torch.zeros(0, dtype=torch.long)
+        given = Arguments(
+            reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss
+        )
+        check_loss_options(given, no_target)
+        outputs = num_classes * math.prod(out_features)
+        self.linear = nn.Linear(in_features, outputs, bias=bias, device=device, dtype=dtype)
+        self.logits_shape = (num_classes, *out_features)
+        self.register_buffer("weight", weight)
+        self.options: dict[str, Any] = {
+            "reduction": reduction,
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "z_loss": z_loss,
+            "workspace": workspace,
+            "backend": backend,
+            "tokens_sharded": tokens_sharded,
+            "segments": segments,
+        }
+
+    if TYPE_CHECKING:  # nn.Module's returns Any
+
+        def __call__(
+            self,
+            input: Tensor,
+            target: Tensor,
+            *,
+            row_weight: Tensor | None = None,
+            normalizer: float | Tensor | None = None,
+        ) -> Tensor: ...
+
+    @advises(advice.INSTEAD_OF_IN_FORWARD, advice.USAGE_OF_FORWARD)
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        row_weight: Tensor | None = None,
+        normalizer: float | Tensor | None = None,
+    ) -> Tensor:
+        """Compute the loss of input [..., in_features] and target by the head `.linear`.
+
+        `row_weight` and `normalizer` are those of :func:`linear_cross_entropy`.
+        """
+        linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        check_tensors({"input": input})
+        if input.dim() > 0 and input.shape[-1] != linear_weight.shape[-1]:
+            raise ArgumentError(
+                f"input must have shape [..., {linear_weight.shape[-1]}], in_features of this module, "
+                f"got {list(input.shape)}"
+            )
+        given = {"weight": self.weight, "row_weight": row_weight, "normalizer": normalizer, **self.options}
+        if len(self.logits_shape) > 1:
+            given["logits_shape"] = self.logits_shape
+            return _loss_of_positions(input, linear_weight, target, linear_bias=linear_bias, **given)
+        return linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, **given)
+
+    def extra_repr(self) -> str:
+        said = {
+            name: value for name, value in self.options.items() if value is not None and value is not False
+        }
+        return ", ".join(f"{name}={value!r}" for name, value in said.items())
