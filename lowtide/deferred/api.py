@@ -22,14 +22,14 @@ __all__ = ["Deferral", "defer_logits", "elementwise", "indexing", "pytree", "red
 
 
 class Deferral:
-    """Undo a deferral, and count what it did; `defer_logits` returns one.
+    """Count what a deferral of logits did, and undo it; `defer_logits` returns this handle.
 
     Attributes:
         head: the module whose logits are deferred.
         fused: the number of losses computed without logits.
         materialized: for each operation, how often it materialised the logits.
 
-    Code compiled by torch.compile counts when it runs. A replayed CUDA graph does not count.
+    Code compiled by torch.compile is counted each time it runs; a replay of a CUDA graph is not.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module, workspace: int | None) -> None:
@@ -41,7 +41,7 @@ class Deferral:
         self._parallel = transformers_forward(head)
         self._class: type | None = _deferring(self._plain, self)
         head.__class__ = self._class
-        # It is the class's own forward, or a known one: check_head refuses others.
+        # check_head refuses an instance's forward, except the class's own and the one in _parallel.
         vars(head).pop("forward", None)
 
     @property
@@ -62,10 +62,10 @@ class Deferral:
         self._watch.end()
         own = vars(self.head).get("forward")
         if own == MethodType(self._class.forward, self.head):  # type: ignore[attr-defined]
-            del self.head.forward  # Hooks that were added and removed since leave this attribute.
+            del self.head.forward  # Hooks leave this attribute when they are removed.
         if type(self.head) is self._class:
             self.head.__class__ = self._plain
-        else:  # Another class was derived from the deferred one, as by fully_shard.
+        else:  # Another class was derived from it, such as by fully_shard.
             for name in ("forward", "__reduce_ex__", "lowtide_deferral"):
                 delattr(self._class, name)
         self._class = None
@@ -141,7 +141,7 @@ def defer_logits(
     dtype and device. It records
 
     * arithmetic: scale, division, tanh (so soft caps), casts, `+ b` [V], another product of the
-      same rows (LoRA), softmax and log-softmax, exp, sums and products of such;
+      same rows (LoRA), softmax and log-softmax, exp, and sums and products of these;
     * selection and layout: views, rows by any index or mask, ranges of classes, transpositions.
 
     The operator of :func:`lowtide.linear_cross_entropy` computes the loss in `F.cross_entropy`
@@ -186,22 +186,23 @@ def defer_logits(
     name of torch or of another library is patched.
 
     Precision: that of the operators. Products are summed in float32, so half-precision logits are
-    not rounded, and their loss, logsumexp and picked log-probabilities are float32. Other dtypes
-    are those of torch, under the autocast that was on when the head was called.
+    not rounded, and their loss, logsumexp and picked log-probabilities are float32. Other results
+    have torch's dtypes, under the autocast that was on when the head was called.
 
     Memory: O(workspace), never N V. Hidden states and weight live as long as the logits do.
 
     Raises:
-        ValueError, TypeError: a workspace that is not a positive int; no linear head; more than
-            one; a head that is not the model's own; deferred already; a `forward` replaced on the
-            instance; a head that DeepSpeed ZeRO-3 partitions. And when a loss is computed, if the
-            workspace does not hold one row of logits; the message says how many bytes that takes.
+        ValueError, TypeError: for a workspace that is not a positive int; no linear head, or more
+            than one; a head that is not the model's own; a head that is deferred already; a
+            `forward` replaced on the instance; a head that DeepSpeed ZeRO-3 partitions. Also when a
+            loss is computed, if the workspace does not hold one row of logits; the message says how
+            many bytes a row takes.
         RuntimeError: when logits are used,
             * if the weight has been freed since (FSDP2 resharded the head after its forward: the
               message says what to set);
             * if hidden states or weight have been changed in place since (an optimizer's step),
               which only eager code can see;
-            * for an in-place change of logits that others depend on;
+            * for an in-place change of logits that other deferred logits depend on;
             * for `register_hook` and `retain_grad`: the loss does not go through these logits;
             * for logits passed to an :class:`torch.autograd.Function`, or read by
               `torch.as_tensor`, which would lose their gradient (pass `logits.materialize()`);
@@ -210,7 +211,7 @@ def defer_logits(
 
     Limits: `isinstance(logits, torch.Tensor)` is False. Code that multiplies by the head's `weight`
     itself never calls the head, and `deferral.fused` stays 0. A change of a weight through its
-    `.data` does not change its version, as everywhere in torch, and is not noticed.
+    `.data` is not noticed: it leaves the version counter as it is, as everywhere in torch.
 
     Example::
 

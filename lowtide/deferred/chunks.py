@@ -1,9 +1,9 @@
 """Evaluate functions of the rows of deferred logits, one chunk of rows at a time.
 
-A chunk's logits come from the recorded operations. This serves where the fused operators do not
-apply.
+A chunk's logits come from the recorded operations. These functions are for the
+cases where the fused operators do not apply.
 
-Shapes: [...] are the rows, N of them; V classes; C rows of a chunk, K numbers picked of each.
+Shapes: [...] are the rows, N of them; V classes; C rows of a chunk, K numbers picked from each.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,12 @@ def by_rows(
 ) -> Tensors:
     """Return the results [...] of a function of the rows, computed chunk by chunk.
 
-    `shape` is that of the rows in row_tensors and results; the node may arrange them differently.
-    The function is called as function(logits [C, V], rows of each of row_tensors [..., K],
-    *others). The results are differentiable, and nothing of a chunk is kept. A half-precision
-    parameter's gradient is summed over the chunks in float32.
+    `shape` is the shape of the rows in row_tensors and in the results; the node may arrange the
+    rows differently. The function is called as function(logits [C, V], *parts, *others), where
+    `parts` are the chunk's rows of row_tensors. The results are differentiable, and nothing of a
+    chunk is kept. A half-precision parameter's gradient is summed over the chunks in float32.
 
-    A chunk has as many rows as `workspace` holds, in bytes; None takes the default.
+    A chunk has as many rows as fit into `workspace` bytes; None takes the default.
     """
     node = expression.gathered(node)
     inputs: list[Tensor] = []
@@ -65,8 +65,8 @@ def by_rows(
             workspace, row_bytes, f"one row of {V} logits, {COPIES} times over in a loss by chunks"
         )
     device = counted_as(rows[0].device.type)
-    # No more than real logits would take, forward and backward, while there is room for enough
-    # rows.
+    # Take no more than real logits would in forward and backward, but at least ROOM: chunks need
+    # enough rows.
     default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * node.dtype.itemsize))
     chunk_size = max(1, (default if workspace is None else workspace) // row_bytes)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
@@ -85,7 +85,7 @@ def cross_entropy(
     *,
     workspace: int | None,
 ) -> Tensor:
-    """Return torch's cross_entropy of the logits, in float32 for half-precision ones."""
+    """Return torch's cross_entropy of the logits, in float32 if the logits are half precision."""
 
     def losses(z_CV: Tensor, target_C: Tensor, *weights: Tensor) -> Tensors:
         options: dict[str, Any] = {"reduction": "none", "label_smoothing": label_smoothing}

@@ -11,7 +11,7 @@ from lowtide.deferred.recorded.proxy import replaced
 
 
 def apply(name: str, *operands: Any) -> Any:
-    """Record FUNCTIONS[name](*operands), the first of which is deferred.
+    """Record the call FUNCTIONS[name](*operands), whose first operand is deferred.
 
     Return NotImplemented if expression.Apply cannot hold another operand.
     """
@@ -27,7 +27,7 @@ def apply(name: str, *operands: Any) -> Any:
 
 
 def _operand(operand: Any, input: DeferredLogits) -> Any:
-    """Return the operand as expression.Apply holds it, or None if it cannot hold it."""
+    """Return the operand in a form that expression.Apply can hold, or None if it has none."""
     if isinstance(operand, DeferredLogits):
         together = (
             operand.head_call is input.head_call
@@ -44,7 +44,7 @@ def _operand(operand: Any, input: DeferredLogits) -> Any:
     if operand.device != input.device and operand.dim() > 0:
         return None  # torch then raises its own error.
     if operand.numel() == 1 and operand.dim() <= input.dim():
-        shape = (1,) if operand.dim() else ()  # The number of dimensions decides the promotion.
+        shape = (1,) if operand.dim() else ()  # The number of dimensions decides dtype promotion.
         return operand.reshape(shape).to(input.device).clone()
     vector = 0 < operand.dim() <= input.dim() and operand.shape[-1] == input.classes
     if not vector or operand.shape[:-1].numel() != 1 or not input.classes_last:
@@ -55,7 +55,7 @@ def _operand(operand: Any, input: DeferredLogits) -> Any:
 def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
     """Return the dtype of the result, which depends on promotion and autocast.
 
-    It is found by computing one number on `device`; None stands for the operands' device.
+    The dtype is found by computing one number on `device`; None means the operands' device.
     """
 
     def one(each: Any) -> Any:
@@ -68,7 +68,7 @@ def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
 
 
 def _by_alias(*names: tuple[str, ...]) -> dict[str, str]:
-    """Map each name of a function to the first of its names, which FUNCTIONS has."""
+    """Map each alias of a function to its first alias, which is its key in FUNCTIONS."""
     return {alias: aliases[0] for aliases in names for alias in aliases}
 
 
@@ -137,13 +137,16 @@ def cast(input: DeferredLogits, dtype: torch.dtype) -> Any:
 def softmax(
     name: str, input: DeferredLogits, dim: Any = None, *args: Any, dtype: Any = None, _stacklevel: int = 3
 ) -> Any:
-    """Record a softmax; torch.nn.functional's takes a stacklevel before dtype."""
+    """Record a softmax or log-softmax over the classes.
+
+    The functions of torch.nn.functional take a stacklevel before dtype.
+    """
     dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
     input = input if dtype is None else cast(input, dtype)
     if input is NotImplemented or not is_class_dim(input, dim) or len(args) > 2:
         return NotImplemented
     autocast = expression.autocast_dtype(input.device)
-    with torch.no_grad():  # Autocast may widen the dtype, and ignores meta tensors.
+    with torch.no_grad():  # Autocast may widen the dtype, but not that of a meta tensor.
         one = expression.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
     node = expression.Apply(name, (input.checked(), -1), autocast, one.dtype)
     # torch's result is contiguous, whatever its input is.
@@ -153,7 +156,7 @@ def softmax(
 def is_class_dim(input: DeferredLogits, dim: Any) -> bool:
     """Return whether `dim` names the dimension of the classes.
 
-    If no such dimension exists, torch raises the error once the logits are real.
+    If the logits have no dimension `dim`, torch raises the error once they are real.
     """
     whole = isinstance(dim, int) and not isinstance(dim, bool) and -input.dim() <= dim < input.dim()
     return whole and dim % input.dim() == input.class_dim

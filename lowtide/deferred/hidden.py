@@ -1,7 +1,8 @@
-"""Define the proxy that a deferred head's forward is given in place of its hidden states.
+"""Define the proxy that a deferred head's forward receives in place of its hidden states.
 
-The product with as many outputs as there are classes becomes deferred logits. Any other operation
-of the head before it (dropout, an adapter's first product, a norm) runs at once, on the tensor.
+The product with as many outputs as there are classes becomes deferred logits. Operations of
+the head before that product (dropout, an adapter's first product, a norm) run at once, on the
+tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ class DeferredHidden(Proxy):
     def call(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         hidden = next(each for each in flat((args, kwargs)) if isinstance(each, DeferredHidden))
         if hidden.grad and not torch.is_grad_enabled():
-            # An autograd.Function of the head, as of a quantised head, finds no tensor to
+            # An autograd.Function in the head (a quantised head has one) would find no tensor to
             # differentiate.
             raise NotDeferred("the head's own autograd.Function")
         weight, bias = _factors(function, hidden, args, kwargs)
@@ -49,7 +50,7 @@ class DeferredHidden(Proxy):
         result = function(*args, **kwargs)
         if not isinstance(result, Tensor) or not result.is_floating_point() or result.dim() == 0:
             return result
-        # A product of a kind that is not recorded.
+        # These are real logits, made by a kind of product that is not recorded.
         if result.shape[-1] == hidden.classes != hidden.tensor.shape[-1]:
             return hidden.head_call.counts.on(result, spelled(getattr(function, "__name__", str(function))))
         return DeferredHidden(result, hidden.classes, hidden.head_call, hidden.grad)
@@ -70,10 +71,10 @@ def _factors(
 
 
 def _is_product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether this is the product with the classes, and runs without an error.
+    """Return True if this product makes the logits, and torch would run it without an error.
 
     Raises:
-        NotDeferred: it is that product, but its operands cannot be recorded.
+        NotDeferred: the product makes the logits, but its operands cannot be recorded.
     """
     x = hidden.tensor
     autocast = expression.autocast_dtype(x.device) is not None and x.dtype != torch.float64
@@ -93,7 +94,7 @@ def _is_product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> 
     # Without a version counter a change would go unnoticed.
     if not torch.compiler.is_compiling() and weight.is_inference():
         raise NotDeferred("a weight made in inference mode")
-    if hasattr(weight, "ds_id"):  # It is gathered only while the head's forward runs.
+    if hasattr(weight, "ds_id"):  # Such a weight is gathered only while the head's forward runs.
         raise NotDeferred("a weight that DeepSpeed ZeRO-3 partitions")
     if is_dtensor(weight) and sharded.takes(weight):
         if sharded.local_input(x, weight) is None:

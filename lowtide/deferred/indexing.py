@@ -32,7 +32,7 @@ def permute(name: str, input: DeferredLogits, *dims: Any, **kwargs: Any) -> Any:
     """Permute the dimensions; this may reorder the rows."""
     function, every = getattr(Tensor, name), range(input.meta.dim())
     meta = function(input.meta, *dims, **kwargs)
-    # Probe one dimension at a time: the index of its size tells where it went.
+    # Probe one dimension at a time: it has size 2, all others 1, so its new place can be found.
     probes = (torch.empty([1 + (each == dim) for each in every], device="meta") for dim in every)
     order = [function(probe, *dims, **kwargs).shape.index(2) for probe in probes]
     rows = [dim for dim in every if dim != input.class_dim]
@@ -62,7 +62,7 @@ def dropout(input: DeferredLogits, p: float = 0.5, training: bool = True, inplac
 
 @handles("__getitem__")
 def getitem(input: DeferredLogits, index: Any) -> Any:
-    """Select rows by any index; of the classes a range, or one target for each row."""
+    """Select rows by any index, and classes by a range or by one target for each row."""
     entries = _entries(index, input) if input.classes_last else None
     if entries is None:
         return NotImplemented
@@ -85,9 +85,10 @@ def getitem(input: DeferredLogits, index: Any) -> Any:
 
 
 def _entries(index: Any, input: DeferredLogits) -> list[Any] | None:
-    """Return the index with one entry per dimension; a mask may cover several, but not the last.
+    """Return the index with one entry for each dimension, or None.
 
-    Return None for any other index, including one that torch has to refuse.
+    A mask is one entry for all the dimensions that it covers, which must not include the last. Any
+    other index gives None, including one that torch has to refuse.
     """
     entries = [_as_tensor(each, input.device) for each in (index if isinstance(index, tuple) else (index,))]
     width = 0
@@ -137,7 +138,8 @@ def _in_shape(input: DeferredLogits) -> expression.Node:
     return expression.with_tensors(input.checked(), rows=lambda x: x.reshape(*input.rows, x.shape[-1]))
 
 
-# Each handler calls the meta tensor first, so that torch checks dimensions, sizes and indices.
+# Each handler below first runs on the meta tensor, so that torch checks dimensions, sizes and
+# indices.
 
 
 @handles("select")

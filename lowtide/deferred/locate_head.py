@@ -24,11 +24,11 @@ def locate_head(model: nn.Module) -> nn.Module:
         for name, each in model.named_modules()
         if isinstance(each, nn.Linear) and each.out_features in vocabularies
     }
-    for name in list(heads):  # An adapter's second product is inside the head.
+    for name in list(heads):  # Drop a layer inside a head: it is an adapter's second product.
         if any(name.startswith(f"{outer}.") for outer in heads):
             del heads[name]
-    # If there are as many positions as features, layers are as wide as an embedding, but not tied
-    # to one.
+    # If a model has as many positions as features, its other layers match the embedding of the
+    # positions too, but are not tied to an embedding.
     tied = [each for each in heads.values() if any(each.weight is other.weight for other in embeddings)]
     for found in (list(heads.values()), tied):
         if len(found) == 1:
@@ -76,12 +76,12 @@ def check_head(head: Any) -> None:
                 "lowtide.linear_cross_entropy on the hidden states under deepspeed.zero.GatheredParameters"
             )
     own = vars(head).get("forward")
-    # Removed hooks leave such a forward behind.
+    # Hooks leave the class's own forward on the instance when they are removed.
     known = transformers_forward(head) is not None or own == MethodType(type(head).forward, head)
     if own is not None and not known:
         raise ArgumentError(
             f"something has replaced the forward of this {type(head).__name__} alone (accelerate's hooks do "
-            "so), past which a deferral would not be called; remove it, or call defer_logits first"
+            "so), and the deferral would not be called; remove it, or call defer_logits first"
         )
     if type(head).forward is nn.Module.forward:
         raise ArgumentError(

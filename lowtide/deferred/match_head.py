@@ -5,7 +5,7 @@ That head computes
     logits = softcap tanh(scale (sum_k x_k W_k^T + b) / softcap)
 
 An expression does not match if the operators would compute it in fewer digits than torch does, or
-would divide by what may be 0.
+would divide by a number that may be 0.
 
 Shapes: [...] are the rows, D_k features of term k, V classes.
 """
@@ -18,25 +18,28 @@ from torch import Tensor
 from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
 from lowtide.deferred.recorded.sharded import detached, takes_vector
 
-# Most digits of float16 inputs are left if they are multiplied by a float in this range.
+# float16 inputs keep most of their digits if they are multiplied by a float in this range.
 SMALLEST, LARGEST = 2.0**-6, 2.0**6
 # float32 represents a float in this range with all its digits.
 NORMAL = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 class LinearHead(NamedTuple):
-    """Hold cap tanh(scale u / divisor), or scale u / divisor, of u = sum_k x_k W_k^T + b."""
+    """Hold the head cap tanh(scale u / divisor), where u = sum_k x_k W_k^T + b.
+
+    A head without a cap is scale u / divisor.
+    """
 
     inputs: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     bias: Tensor | None
-    """In the dtype of the products, or of their sums."""
+    """Its dtype is that of the products, or of their sums."""
     autocast: torch.dtype | None
     dtype: torch.dtype
     """The products' dtype."""
     scale: float | Tensor = 1.0
     divisor: float = 1.0
-    """Apart from the scale, so that / 30 and * 30 leave exactly 1."""
+    """It is kept apart from the scale, so that / 30 and * 30 give exactly 1."""
     cap: float | None = None
 
     @property
@@ -46,18 +49,18 @@ class LinearHead(NamedTuple):
 
     @property
     def factor(self) -> float | Tensor:
-        """Return the product of all that u is multiplied by."""
+        """Return the operators' logit_scale: they compute cap tanh(factor u / cap), or factor u."""
         return self.scale * (self.cap or 1.0) / self.divisor
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options that linear_cross_entropy.dispatch takes with the terms."""
+        """Return the options of linear_cross_entropy.dispatch that go with inputs and weights."""
         scale = None if _is_one(self.factor) else self.factor
         return {"linear_bias": self.bias, "softcap": self.cap, "logit_scale": scale}
 
 
 def match_head(node: Node) -> LinearHead | None:
-    """Return the head that the expression is, or None if it is none."""
+    """Return the expression as a head, or None if it has another form."""
     if isinstance(node, Linear):
         inputs, weights = (node.input.value(),), (node.weight.value(),)
         return LinearHead(inputs, weights, node.bias, node.autocast, node.dtype)
@@ -97,7 +100,7 @@ def _applied(head: LinearHead, name: str, rest: list[object]) -> LinearHead | No
 def _is_sound(head: LinearHead, dtype: torch.dtype) -> bool:
     """Return whether the operators keep the digits of `dtype`, the dtype of torch's result.
 
-    float64 must stay float64, and nothing else may become it.
+    A float64 result must be computed in float64, and no other result may be.
     """
     wide, sum_dtype = torch.float64, head.sum_dtype
     digits = torch.promote_types(dtype, sum_dtype) == sum_dtype and (dtype == wide) == (sum_dtype == wide)
@@ -128,7 +131,7 @@ def _divided(head: LinearHead, divisor: object) -> LinearHead | None:
 
 
 def _shifted(head: LinearHead, bias_V: Tensor) -> LinearHead | None:
-    """Add a bias, unless there is a scale already, by which it would have to be divided."""
+    """Add a bias; return None if the head has a scale, which would have to divide the bias."""
     if head.cap is not None or not _is_one(head.factor) or not takes_vector(head.weights[0], head.bias):
         return None
     return head._replace(bias=_sum_of_biases(head, head.bias, bias_V))
@@ -138,7 +141,7 @@ def _sum(one: LinearHead, other: LinearHead | None) -> LinearHead | None:
     if other is None or one.cap is not None or other.cap is not None:
         return None
     if (one.autocast, one.dtype) != (other.autocast, other.dtype):
-        return None  # A float32 adapter beside a bfloat16 head.
+        return None  # Such as a float32 adapter beside a bfloat16 head.
     left, right = _unscaled(one), _unscaled(other)
     if left is None or right is None:
         return None
@@ -156,9 +159,9 @@ def _sum_of_biases(head: LinearHead, one: Tensor | None, other: Tensor | None) -
 
 
 def _unscaled(head: LinearHead) -> LinearHead | None:
-    """Multiply the inputs by the scale; return None if half-precision ones might lose digits.
+    """Multiply the inputs by the scale; return None if half-precision inputs might lose digits.
 
-    That copies the inputs, which are small where they are an adapter's.
+    The inputs are copied; those of an adapter are small.
     """
     factor = head.factor
     if _is_one(factor):

@@ -1,10 +1,11 @@
 """Make deferred logits a node of torch's pytrees, with one leaf.
 
-Code that maps a function over a model's outputs calls it with the leaf, and the leaf passes the
-logits to it.
+Code that maps a function over a model's outputs calls the function with the leaf. torch's functions
+of a leaf run on its logits.
 
 FSDP2 and DistributedDataParallel search the leaves for the tensors to which they attach their work
-before backward. So a leaf is a tensor: an alias of the hidden states, at their place in the graph.
+before backward. So the leaf is a tensor: an alias of the hidden states, at their place in the
+autograd graph.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,7 @@ class LogitsLeaf(Tensor):
             return _register_hook(*args, **kwargs or {})
         if name == "__get__" and isinstance(args[0], LogitsLeaf):
             return _attribute(args[0], function.__self__.__name__)
-        # An autograd.Function passes its inputs on; that of DistributedDataParallel does.
+        # An autograd.Function that returns its inputs copies them; DistributedDataParallel has one.
         if name in ("clone", "view_as") and in_function() and not torch.is_grad_enabled():
             copy = super().__torch_function__(function, types, args, kwargs)
             return _made(copy, args[0].logits, copied=True)
@@ -49,15 +50,15 @@ def _made(leaf: Any, logits: DeferredLogits, *, copied: bool) -> LogitsLeaf:
 
 
 def _attribute(leaf: LogitsLeaf, name: str) -> Any:
-    if name == "grad_fn":  # Hooks on it belong to the graph, which goes through the hidden states.
+    if name == "grad_fn":  # Its hooks belong to the graph, which goes through the hidden states.
         with torch._C.DisableTorchFunctionSubclass():
             return leaf.grad_fn
     return getattr(leaf.logits, name)
 
 
 def _register_hook(leaf: LogitsLeaf, hook: Any) -> Any:
-    """Register a hook of torch.distributed, which needs the time of backward, not a gradient."""
-    own = getattr(hook, "func", hook)  # A functools.partial.
+    """Register a hook of torch.distributed, which has to run in backward but uses no gradient."""
+    own = getattr(hook, "func", hook)  # Look inside a functools.partial.
     own = getattr(own, "__func__", own)
     if not str(getattr(own, "__module__", "")).startswith("torch."):
         raise RuntimeError(f"register_hook: {NO_GRADIENT}")
@@ -110,7 +111,7 @@ def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
 
 
 def _behind_a_function(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
-    """Return the same logits, made of hidden states that an autograd.Function returned."""
+    """Return the same logits, computed from hidden states that an autograd.Function returned."""
     return logits.like(expression.with_first_input(logits.node, lambda _: hidden), logits.meta)
 
 

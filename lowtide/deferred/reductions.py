@@ -1,9 +1,9 @@
-"""Reduce deferred logits to a number, or to a number a row.
+"""Reduce deferred logits to one number, or to one number for each row.
 
-The fused operators compute losses and log-probabilities. All else is computed one chunk of rows at
-a time.
+The fused operators compute losses and log-probabilities. Everything else is computed one chunk of
+rows at a time.
 
-Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked of each.
+Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked from each.
 """
 
 import contextlib
@@ -80,13 +80,13 @@ def _loss(
         return NotImplemented
     probabilities = target.is_floating_point()
     if not probabilities and target.dtype not in (torch.int64, torch.uint8):
-        return NotImplemented  # torch has the error message.
+        return NotImplemented  # torch raises its own error.
     if target.shape != (input.shape if probabilities else input.rows):
         return NotImplemented
     if probabilities and ignore_index >= 0:
         return NotImplemented
     mixed = weight is not None and not probabilities and weight.dtype != input.dtype
-    # CUDA's autocast casts both.
+    # CUDA's autocast casts both the logits and the weight.
     if mixed and not (input.is_cuda and torch.is_autocast_enabled("cuda")):
         return NotImplemented
     rows = expression.hidden(node).shape[:-1]
@@ -97,7 +97,7 @@ def _loss(
     mesh, reduction = expression.data_mesh(node), options["reduction"]
     node, head = _matched(node)
     if head is not None and is_dtensor(head.weights[0]):
-        mesh = None  # The operator's loss is that of all ranks.
+        mesh = None  # The operator returns the loss over all ranks.
     if mesh is not None and reduction == "mean":
         options = options | {"reduction": "sum"}
     options = options | {"workspace": input.head_call.workspace}
@@ -109,7 +109,7 @@ def _loss(
                 loss = linear_cross_entropy(head.inputs[0], head.weights[0], target, weight=weight, **options)
             else:
                 loss = dispatch.cross_entropy(head.inputs, head.weights, target, weight=weight, **options)
-    elif differentiates_weight or torch.compiler.is_compiling():  # Chunks can do neither.
+    elif differentiates_weight or torch.compiler.is_compiling():  # by_rows supports neither.
         if mesh is not None and reduction == "mean":
             raise ArgumentError(
                 "the mean of these logits of a head of lowtide.shard_head would be that of this rank's "
@@ -128,23 +128,24 @@ def _loss(
 
 
 def _raising_together(mesh: Any, target: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Raise a rank's error, as of a target that is no class, on all ranks that share the loss."""
-    if mesh is None or target.device.type != "cpu":  # only there a look at the targets raises
+    """Raise one rank's error (such as a target that is no class) on all ranks of the loss."""
+    if mesh is None or target.device.type != "cpu":  # only on a CPU do targets raise an error
         return contextlib.nullcontext()
     return agreement.raising_together(mesh.get_group().group_name)
 
 
 def _tokens_per_rank(mesh: Any, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return what the rows' losses are divided by; of class probabilities each row counts 1."""
+    """Return the divisor of the summed loss; with class probabilities each row counts 1."""
     if not target.is_floating_point():
         return tokens_per_rank(target, group=mesh, ignore_index=ignore_index, weight=weight)
     return tokens_per_rank(torch.zeros_like(target[..., 0], dtype=torch.long), group=mesh)
 
 
 def _matched(node: Node) -> tuple[Node, LinearHead | None]:
-    """Return the head that the operators take; one divided over ranks must be a single product.
+    """Return the node and the head that the operators take, or None for the head.
 
-    Else the weights are gathered first.
+    The operators take a head divided over ranks only if it is a single product. The weights of any
+    other divided head are gathered first.
     """
     head = match_head(node)
     if expression.is_sharded(node) and (head is None or len(head.weights) > 1):
@@ -154,7 +155,7 @@ def _matched(node: Node) -> tuple[Node, LinearHead | None]:
 
 
 def _below_log_softmax(node: Node) -> Node | None:
-    """Return the operand of a log-softmax, which may have been cast; None for another node."""
+    """Return the operand of a log-softmax, even if its result was cast; None for any other node."""
     if isinstance(node, Linear):
         return None
     if node.name == "log_softmax":
@@ -203,7 +204,10 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
 
 
 def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
-    """Return each row's log-probability of class `index`, after the operations on it."""
+    """Return each row's value at class `index` if the node computes on a log-softmax, else None.
+
+    The log-probability is computed for that class only, and the later operations are applied to it.
+    """
     if isinstance(node, Linear) or any(isinstance(each, Vector) for each in node.operands):
         return None
     below, *rest = node.operands
@@ -219,8 +223,8 @@ def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
 def _picked_logits(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
     """Return each row's logit of class `index` if the head computes in half precision, else None.
 
-    It is float32 and not rounded, as the logsumexp is: of a confident token their difference has
-    nothing left but the rounding of one of them.
+    The logit is float32 and not rounded, like the logsumexp. For a confident token the two are
+    nearly equal: if one of them were rounded, their difference would be mostly rounding error.
     """
     _, head = _matched(node)
     if head is None or head.dtype not in HALVES:
@@ -232,8 +236,8 @@ def _picked_logits(node: Node, index: Tensor, workspace: int | None) -> Tensor |
 def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     """Return the results of lowtide.linear_log_probs for logits [..., V] and targets [...].
 
-    The logits are deferred or real. Deferred ones take one pass if the operators support the head;
-    that counts as a fused loss.
+    The logits are deferred or real. Deferred logits take one pass if the operators support the
+    head; this pass counts as a fused loss.
     """
     deferred = isinstance(input, DeferredLogits) and input.classes_last
     head = _matched(input.checked())[1] if deferred else None
@@ -292,7 +296,7 @@ def _reduced(input: DeferredLogits, dim: Any, keepdim: bool, function: Callable[
 
 
 def _class_dim(input: DeferredLogits, dim: Any) -> int | None:
-    """Return the dimension of the classes, if `dim` names that and no other."""
+    """Return the dimension of the classes if `dim` names only that one, else None."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         (dim,) = dim
     return input.class_dim if is_class_dim(input, dim) else None

@@ -4,8 +4,9 @@ The tree has the operations as the model's code called them. Evaluated on all ro
 logits bit for bit. No operation mixes rows, so the tree can also be evaluated on some of the rows.
 If no operation mixes classes, the same holds for classes.
 
-`RecordedTensor.value` is the only way from the tree to the model's tensors, and refuses those that
-have changed since. Small operands (a number, a number a class) are copied, so they may change.
+`RecordedTensor.value` is the only way from the tree to the model's tensors, and refuses those that have
+changed since they were recorded. Small operands (one number, or one for each class) are copied, so
+the originals may change.
 
 Shapes: [...] are the rows, D features, V classes.
 """
@@ -68,13 +69,13 @@ class RecordedTensor(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Hold one product, as F.linear would have made it where the head was called."""
+    """Hold one product, as F.linear would have computed it where the head was called."""
 
     input: RecordedTensor  # [..., D]
     weight: RecordedTensor  # [V, D]
     bias: Tensor | None  # [V]
     autocast: torch.dtype | None
-    """Autocast's dtype there; None if it was off."""
+    """Autocast's dtype where the head was called; None if autocast was off."""
     dtype: torch.dtype
     """The product's dtype."""
 
@@ -88,7 +89,8 @@ class Vector(NamedTuple):
 class Apply(NamedTuple):
     """Hold FUNCTIONS[name](*operands).
 
-    Operands are nodes, vectors, and what suits any row and class (numbers, dtypes).
+    Operands are nodes, vectors, and values that are the same for all rows and classes (numbers,
+    dtypes).
     """
 
     name: str
@@ -114,7 +116,7 @@ def evaluate(node: Node) -> Tensor:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """Set autocast as it was when recorded; the loss is often computed elsewhere."""
+    """Set autocast as it was when the operation was recorded, since the loss may run elsewhere."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
@@ -170,7 +172,7 @@ def check(node: Node) -> None:
 def with_tensors(
     node: Node, rows: Change | None = None, classes: Change | None = None, scalars: Change | None = None
 ) -> Node:
-    """Return the same tree with other tensors; all of the old ones are checked.
+    """Return the same tree with other tensors; raise an error if an old one has changed.
 
     `rows` maps the inputs, `classes` the weights, biases and vectors, `scalars` all other tensors.
     """
@@ -242,9 +244,9 @@ def _is_freed(tensor: Tensor) -> bool:
 
 
 class _Alias(torch.autograd.Function):
-    """Give a tensor a node of its own in the graph, as an output of the head has one.
+    """Give a tensor its own node in the autograd graph, as an output of the head would have.
 
-    FSDP2 attaches hooks to it, and DDP follows it to the weight.
+    FSDP2 attaches hooks to the node, and DistributedDataParallel follows it to the weight.
     """
 
     generate_vmap_rule = True

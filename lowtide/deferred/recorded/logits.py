@@ -26,7 +26,7 @@ from lowtide.deferred.recorded.proxy import (
 )
 from lowtide.deferred.recorded.reporting import Counts
 
-# A meta tensor of the same shape, dtype and strides answers these.
+# These are read from a meta tensor of the same shape, dtype and strides.
 METADATA = {
     *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "itemsize", "layout"),
     *("nbytes", "ndim", "ndimension", "nelement", "numel", "size", "storage_offset", "stride"),
@@ -34,17 +34,17 @@ METADATA = {
 
 
 class Handler(NamedTuple):
-    """Hold what runs in place of a torch function of one name."""
+    """Hold the function that runs in place of the torch functions of one name."""
 
     function: Callable[..., Any]
     keywords: frozenset[str] | None
-    """The keywords that it accepts; None for any."""
+    """The keywords that the function accepts; None for any."""
     anywhere: bool
     """True if the deferred logits need not be the first argument."""
 
 
 HANDLERS: dict[str, Handler] = {}
-"""Map names of torch functions; elementwise.py, indexing.py and reductions.py fill it."""
+"""Map names of torch functions to handlers; elementwise, indexing and reductions fill it."""
 
 
 def handles(
@@ -52,8 +52,8 @@ def handles(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run the function in place of torch's functions and methods of these names.
 
-    It returns NotImplemented where it does not apply; then the logits are materialised. With
-    `pass_name` it gets the name as its first argument.
+    The function returns NotImplemented where it does not apply; then the logits are materialised.
+    With `pass_name` it gets the name as its first argument.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,18 +89,18 @@ class HeadCall:
         self.placements: tuple[Any, ...] = ()
         """The placements that a DTensor of these logits would have."""
         self.made = 0
-        """How many of them are real."""
+        """How many of these logits have been materialised."""
         self.changed: str | None = None
-        """The operation that changed real ones in place."""
+        """The operation that changed materialised logits in place, if any."""
         forwards: list[FrameType | None] = list(running_forwards()) or [None]
         self.forward = forwards[0]
-        """The frame of the innermost autograd.Function's forward that made them, if any."""
+        """The frame of the innermost autograd.Function's forward around the call, if any."""
         self.function: str | None = None
-        """The innermost Function that gave them no gradient and whose results may need one."""
+        """The innermost Function around the call some of whose inputs need a gradient, if any."""
         self.left = self.forward
         """The frame of that Function's forward."""
         if in_function() and not torch.is_grad_enabled():
-            # Inside another, whose tensors need no gradients, that is the outer one.
+            # The inputs of a Function inside another need no gradients; then the outer one counts.
             for forward in forwards:
                 function, needs_grad = describe_function(forward)
                 if needs_grad:
@@ -117,12 +117,12 @@ class DeferredLogits(Proxy):
     the tensor, once, exactly as the model's code would have.
 
     This is not a subclass of Tensor: code that clones or wraps a module's outputs would materialise
-    one.
+    such a subclass.
     """
 
-    # A dataclass, because DistributedDataParallel searches these for the tensors that a forward's
-    # outputs depend on, and FSDP1 attaches its work before backward to the tensors that it finds in
-    # one.
+    # This is a dataclass because DistributedDataParallel and FSDP1 search dataclasses for tensors.
+    # The first looks for what a forward's outputs depend on; the second attaches its work before
+    # backward to the tensors that it finds.
     node: Node
     meta: Tensor
     head_call: HeadCall
@@ -136,7 +136,7 @@ class DeferredLogits(Proxy):
         self.node, self.meta, self.head_call, self.class_dim = node, meta, head_call, class_dim
         self.tensor: Tensor | None = None
         self.one_of_several = False
-        """True for one of several views by one torch call, which torch refuses to change."""
+        """True for one of several views made by one torch call; torch refuses to change these."""
 
     @property
     def shape(self) -> torch.Size:
@@ -170,8 +170,8 @@ class DeferredLogits(Proxy):
     def grad(self) -> Any:
         raise RuntimeError(f"grad: {NO_GRADIENT}")
 
-    # The hooks of tensor parallelism read these from a DTensor; deferred logits are those of all
-    # ranks.
+    # The hooks of tensor parallelism read these from a DTensor; deferred logits have the classes of
+    # all ranks.
 
     @property
     def device_mesh(self) -> Any:
@@ -217,13 +217,13 @@ class DeferredLogits(Proxy):
         return self.class_dim == self.meta.dim() - 1
 
     def like(self, node: Node, meta: Tensor, class_dim: int | None = None) -> "DeferredLogits":
-        """Return logits with the same head; these, where torch returns the tensor it was given."""
+        """Return logits of the same head call; return self where torch returns its argument."""
         if meta is self.meta and node is self.node:
             return self
         return DeferredLogits(node, meta, self.head_call, self.class_dim if class_dim is None else class_dim)
 
     def check_function(self) -> None:
-        """Raise an error if these have left an autograd.Function, which gave them no gradient."""
+        """Raise an error if the logits have left a Function, which gave them no gradient."""
         call = self.head_call
         if call.function is not None and torch.is_grad_enabled() and not is_running(call.left):
             raise RuntimeError(
@@ -249,11 +249,12 @@ class DeferredLogits(Proxy):
         """Return the tensor, materialised if need be; `operation` names what needs it."""
         self.check_function()
         if self.tensor is None:
-            # Count on the hidden states: a compiled graph copies the tensor, and they are small.
+            # Count on the hidden states, which are small: a compiled graph copies what carries the
+            # count.
             counted = functools.partial(self.head_call.counts.on, event=operation)
             node = expression.with_first_input(self.checked(), counted)
-            # Gradients are on, and the tree detaches where there are none: a view made without
-            # gradients could not be changed in place where they are on.
+            # Turn gradients on: a view made without them could not be changed in place where they
+            # are on. Where they were off, the tree has a detach of its own.
             with torch.inference_mode(False), torch.enable_grad():
                 tensor = expression.evaluate(node).reshape(*self.rows, self.classes)
                 self.tensor = _laid_like(self.meta, tensor.movedim(-1, self.class_dim))
@@ -267,7 +268,7 @@ class DeferredLogits(Proxy):
     def about_to_change(self, operation: str) -> None:
         """Record an in-place change.
 
-        After it, other logits of this call must not be materialised.
+        After the change, other logits of this call must not be materialised.
 
         Raises:
             RuntimeError: torch refuses the change, or other logits that should change with these
@@ -320,7 +321,7 @@ class DeferredLogits(Proxy):
         if name in METADATA and isinstance(args[0], DeferredLogits):
             return function(args[0].meta, *args[1:], **kwargs)
         operation = spelled(name)
-        # torch refuses detach_ of views, and whether real logits are one is chance.
+        # torch refuses detach_ of views, and it is chance whether real logits are a view.
         if name == "detach_":
             raise RuntimeError(f"{operation} would detach deferred logits in place; use detach()")
         target = kwargs.get("out", args[0] if args and is_in_place(name) else None)
@@ -363,9 +364,9 @@ def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _check_gradients(deferred: list[DeferredLogits]) -> None:
-    """Raise an error within an autograd.Function that was given them.
+    """Raise an error within an autograd.Function that was given logits that require a gradient.
 
-    Such a Function computes no gradient for an argument that is not a tensor.
+    A Function computes no gradient for an argument that is not a tensor.
     """
     if torch.is_grad_enabled() or not in_function():
         return

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Python looks operators up on the type. torch calls them by these names, too.
+# Python looks operators up on the type. torch uses the same names for its operators.
 BINARY = (
     *("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv"),
     "xor",
@@ -35,7 +35,7 @@ class Proxy:
         raise NotImplementedError
 
     def attribute(self, name: str) -> Any:
-        """Return an attribute of the tensor that is no method."""
+        """Return an attribute of the tensor that is not a method."""
         raise NotImplementedError
 
     @classmethod
@@ -83,13 +83,13 @@ def is_torchs(function: Callable[..., Any], name: str) -> bool:
 def is_in_place(name: str) -> bool:
     """Return whether the function changes its first argument: mul_, __imul__, __setitem__, ...
 
-    The operator /= calls itself __idiv__.
+    torch calls the operator /= __idiv__.
     """
     return name[2:-2] in (*IN_PLACE, "idiv") if name[:2] == "__" else name[-1] == "_"
 
 
 def spelled(name: str) -> str:
-    """Return the name as code has it: torch.sin, Tensor.__getitem__."""
+    """Return the name as users write it: torch.sin, Tensor.__getitem__."""
     if name[:2] != "__":
         for place, owner in (("torch", torch), ("torch.nn.functional", torch.nn.functional)):
             if hasattr(owner, name):
@@ -118,7 +118,7 @@ def replaced(value: Any, kind: type, by: Callable[[Any], Any]) -> Any:
 def in_function() -> bool:
     """Return True in the forward of an autograd.Function.
 
-    torch switches forward mode off there, and torch.no_grad does not.
+    torch switches forward-mode differentiation off there; torch.no_grad leaves it on.
     """
     if torch.compiler.is_compiling():
         return False
@@ -128,8 +128,9 @@ def in_function() -> bool:
 def running_forwards() -> Iterator[FrameType]:
     """Yield a frame for each forward of an autograd.Function that runs, the innermost first.
 
-    A frame is recognised by its context, or as Function.apply. From torch 2.14 on apply is not
-    written in Python and has no frame, so a forward without a context is not found.
+    A frame is recognised by its context argument, or because it runs Function.apply. From torch
+    2.14 on apply is not written in Python and has no frame, so a forward without a context is not
+    found.
     """
     frame = sys._getframe(1) if in_function() else None
     found = False
@@ -140,7 +141,7 @@ def running_forwards() -> Iterator[FrameType]:
         elif frame.f_code is APPLY:
             if not found:
                 yield frame
-            found = False  # it was the apply of the forward before it
+            found = False  # this apply belongs to the forward that was just found
         frame = frame.f_back
 
 
@@ -153,9 +154,10 @@ def is_running(forward: FrameType | None) -> bool:
 
 
 def describe_function(forward: FrameType | None) -> tuple[str, bool]:
-    """Describe the Function of this frame, and whether its inputs need gradients.
+    """Return a description of the frame's Function, and whether its inputs need gradients.
 
-    A forward without a context does not tell; that counts as True.
+    Without a context neither is known: the description is general, and the inputs count as needing
+    gradients.
     """
     context = None if forward is None else _context(forward)
     if context is None:

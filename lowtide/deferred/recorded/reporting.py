@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.core.operator import operator
 
-FUSED_LOSS = ""  # Names the event that is not an operation.
+FUSED_LOSS = ""  # The event of a loss without logits; all other events are names of operations.
 
 
 class RealLogitsWarning(UserWarning):
@@ -35,7 +35,7 @@ class Counts:
         _by_number[self.number] = self
 
     def add(self, event: str) -> None:
-        """Count a loss (`FUSED_LOSS`) or a materialising operation, and warn at its first time."""
+        """Count a loss (`FUSED_LOSS`) or an operation; warn the first time an operation occurs."""
         if event == FUSED_LOSS:
             self.fused += 1
             return
@@ -84,8 +84,8 @@ class HeadNotCalledWarning(UserWarning):
 class Watch:
     """Warn once if an optimizer steps twice and the head has not been called with gradients.
 
-    Only steps over the head's parameters count; if it is frozen, steps over any of the model's.
-    Calls count from the start of the deferral.
+    A step counts if the optimizer holds a parameter of the head or, for a frozen head, any
+    parameter of the model. Calls of the head count from the start of the deferral.
     """
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:

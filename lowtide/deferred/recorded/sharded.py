@@ -1,7 +1,7 @@
-"""Say which heads, divided by classes over ranks, the fused operators take; gather them for others.
+"""Decide which heads divided over ranks the fused operators take, and gather whole weights.
 
-Under tensor parallelism every rank has the same hidden states; under `lowtide.shard_head` each has
-its own.
+Under tensor parallelism every rank has the same hidden states; under `lowtide.shard_head` each
+rank has its own.
 
 Shapes: [...] are the rows, D features, V classes.
 """
@@ -25,7 +25,10 @@ def takes(weight: Any) -> bool:
 
 
 def local_input(input: Any, weight: Any) -> Tensor | None:
-    """Return hidden states as every rank has them, from a DTensor too; None if ranks have parts."""
+    """Return the hidden states as a plain tensor, or None.
+
+    A DTensor must be replicated over the mesh of a tensor-parallel weight; any other gives None.
+    """
     if not is_dtensor(input):
         return input  # type: ignore[no-any-return]
     replicated = all(each.is_replicate() for each in input.placements)
@@ -36,16 +39,16 @@ def local_input(input: Any, weight: Any) -> Tensor | None:
 
 
 def by_classes(dims: int) -> tuple[Any, ...]:
-    """Return the placements of logits of which each rank has its classes."""
+    """Return the placements of logits whose classes are divided over ranks."""
     from torch.distributed.tensor import Shard
 
     return (Shard(dims - 1),)
 
 
 def transformers_forward(head: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward that Transformers' tensor parallelism has put on a head, if it is one.
+    """Return the forward that Transformers' tensor parallelism has put on a head, or None.
 
-    That forward gathers the logits of all ranks, which deferred logits stand for as they are.
+    It must gather the logits of all ranks, because deferred logits always stand for all classes.
     """
     own = vars(head).get("forward")
     style = getattr(own, "__closure__", None) and inspect.getclosurevars(own).nonlocals.get("self")
@@ -57,9 +60,9 @@ def transformers_forward(head: nn.Module) -> Callable[..., Any] | None:
 
 
 def copied(bias: Tensor | None) -> Tensor | None:
-    """Return a copy of a bias that is divided as the bias is.
+    """Return a copy of a bias, divided over ranks as the bias is.
 
-    One that an FSDP2 unit has to gather stays the parameter, by which the unit is found.
+    A bias that an FSDP2 unit has to gather is returned itself: the unit is found by the parameter.
     """
     if bias is None or find_sharded(bias) is not None:
         return bias
@@ -67,7 +70,7 @@ def copied(bias: Tensor | None) -> Tensor | None:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return the tensor without its graph, divided as it is."""
+    """Return the tensor without its graph, divided over ranks as the tensor is."""
     return marked_as(tensor, tensor.detach())
 
 
@@ -77,13 +80,14 @@ def takes_vector(weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def whole(tensor: Any, input: Tensor) -> Any:
-    """Return all classes of a weight or bias, if there is one; all ranks have to call it.
+    """Return a weight or bias with the classes of all ranks; all ranks have to call this.
 
-    A head of `lowtide.shard_head` is cast to the dtype of hidden states, as FSDP2's policy does.
+    None and undivided tensors are returned as they are. A parameter of a head of
+    `lowtide.shard_head` is cast to the dtype of the hidden states, as FSDP2's policy does.
 
     Raises:
-        ArgumentError: for a parameter that trains and that an FSDP2 unit has sharded. Nobody would
-            reduce its gradient.
+        ArgumentError: for a parameter that trains and that an FSDP2 unit has sharded, because
+            nothing would reduce its gradient.
     """
     if not is_dtensor(tensor):
         return tensor
