@@ -4,7 +4,7 @@ from lowtide.deferred import Deferral
 
 
 class DeferralCallback:
-    """Hold a callback's deferral, and report its counts while it is active and after its end."""
+    """Hold a callback's deferral, and report its counts, also after the deferral has ended."""
 
     deferral: Deferral | None = None
 

@@ -17,7 +17,7 @@ from lowtide.integrations.callback import DeferralCallback
 
 
 class LightningDeferralCallback(DeferralCallback, Callback):
-    """Defer the module's logits while it is fitted; they are real again afterwards.
+    """Defer the module's logits during `fit`; afterwards the module returns real logits again.
 
     Args:
         head: the name of the module that makes the logits. None finds it as `lowtide.defer_logits`
@@ -30,7 +30,7 @@ class LightningDeferralCallback(DeferralCallback, Callback):
         self.head, self.workspace = head, workspace
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        self._undo()  # After a run that ended in an error.
+        self._undo()  # An earlier run may have ended in an error.
         head = None if self.head is None else pl_module.get_submodule(self.head)
         self.deferral = defer_logits(pl_module, head=head, workspace=self.workspace)
 

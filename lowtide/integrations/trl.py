@@ -9,7 +9,7 @@ for log-probabilities: `model(..., labels=labels, fused_lm_head=True)`. To answe
 model's forward by one that multiplies by `lm_head.weight` itself and never calls the head. While
 this callback is active, the model's own forward answers instead, with deferred logits.
 
-Shapes: B sequences, T tokens (one less after the shift), V vocabulary; n tokens that have a label.
+Shapes: B sequences, T tokens (one less after the shift), V classes; n tokens that have a label.
 """
 
 from typing import Any
@@ -75,7 +75,7 @@ class TRLDeferralCallback(DeferralCallback, TrainerCallback):
 
 
 class Forward:
-    """Replace the forward of a TRL model until `undo()`; only calls with `fused_lm_head` change."""
+    """Replace the forward of a TRL model until `undo()`, for calls with `fused_lm_head`."""
 
     def __init__(self, model: Any, args: Any, workspace: int | None = None) -> None:
         model = getattr(model, "module", model)  # The model inside DistributedDataParallel.

@@ -1,6 +1,6 @@
 """Connect lowtide with Transformers.
 
-It offers a callback for the Trainer, and an implementation for the AttentionInterface.
+This package has a callback for the Trainer, and an implementation for the AttentionInterface.
 
 Modules, in the order of imports:
 

@@ -20,7 +20,7 @@ from lowtide.ops.attention.definition.masks import AttentionBias, Band, LowerTri
 
 NAME = "lowtide"
 HIDDEN = 1e4  # decision 0028
-"""Lowers a hidden key's score: e^-HIDDEN is 0, and a sum of such scores keeps digits."""
+"""Lowers a hidden key's score: e^-HIDDEN is 0, and the lowered score keeps enough digits."""
 SPARSE = "it sees all keys that the mask shows; use attn_implementation='eager' for a choice of them"
 REFUSED = {
     "output_attentions": "it never has the attention weights; use attn_implementation='eager' for these",
@@ -57,7 +57,7 @@ def register_attention() -> None:
             `q_length`).
         ValueError: when the model runs, with `output_attentions=True`, with a paged cache, and for
             a few models that choose keys (sparse attention), compute with their mask, or add keys
-            that it does not have.
+            that are not in the mask.
 
     Example::
 
@@ -96,7 +96,7 @@ def attention(
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ArgumentError(f"attn_implementation='lowtide' cannot take {name}: {reason}")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # The model makes no masks; do as "sdpa" does.
+    # Where the model makes no mask, choose one as "sdpa" does.
     if attention_mask is None and query.shape[2] > 1:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         attention_mask = LowerTriangularMask() if causal else None
@@ -126,7 +126,7 @@ def attention(
             q, k, v, attention_mask, drop, scaling, softcap=softcap
         )
         sinks_BHM = sinks[..., 0]
-        if packed:  # The rows are one after the other, so the sinks must be too.
+        if packed:  # The rows of the batch are one sequence here, so their sinks must be, too.
             sinks_BHM = sinks_BHM.expand(query.shape[:-1]).transpose(0, 1).flatten(1)[None]
         share_BHM = torch.sigmoid(lse_BHM - sinks_BHM)
         out = (out * share_BHM.transpose(1, 2)[..., None]).to(out.dtype)
@@ -140,9 +140,9 @@ def _biased(
 ) -> tuple[Tensor, Tensor, AttentionBias | Tensor]:
     """Return query and key, and the mask with the bias added.
 
-    Padding of the mask, [B, 1, 1, N], becomes one more feature. It is 1 in each query; in a hidden
-    key it is so low that the key's score vanishes. One tensor of bias and padding would need all of
-    [B, H, M, N].
+    Padding of the mask, [B, 1, 1, N], becomes one more feature. This feature is 1 in each query,
+    and so low in a hidden key that the key's score vanishes. One tensor of bias and padding would
+    take all of [B, H, M, N].
     """
     if mask is None:
         return query, key, bias

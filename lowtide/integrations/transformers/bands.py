@@ -1,8 +1,9 @@
 """Find the diagonals that a mask function shows, by calling it once with two symbols as indices.
 
 Transformers represents a mask as a function of a query's place i and a key's place j, `(j > i -
-window) & (j <= i)`, and evaluates it at every (i, j). Called with symbols that know their
-coefficients of i and j, it gives a band exactly, -left <= j - i <= right, or fails (decision 0027).
+window) & (j <= i)`, and evaluates it at every (i, j). Here the function is called with symbols
+that know their coefficients of i and j. The result is exactly a band, -left <= j - i <= right, or
+an error (decision 0027).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 
 class NotABand(TypeError):
-    """Signal that the function depends on more than the difference of the two places."""
+    """Signal that the mask function depends on more than the difference of the two places."""
 
 
 class Symbol:
@@ -25,7 +26,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Shown(Symbol):
-    """Represent -left <= j - i <= right, where None is no limit."""
+    """Represent the keys -left <= j - i <= right that query i sees; None means no limit."""
 
     left: int | None = None
     right: int | None = None
@@ -94,7 +95,7 @@ class Distance(Symbol):
 
 
 def band(mask_function: Callable[..., Any]) -> Shown | None:
-    """Return what mask_function(batch, head, i, j) shows, or None if that is not a band."""
+    """Return the band that mask_function(batch, head, i, j) shows, or None if it shows no band."""
     try:
         found = mask_function(None, None, Place(1, 0), Place(0, 1))
     except Exception:  # Symbols are not tensors: a function that fails with them is not a band.
@@ -116,7 +117,7 @@ def _at_most_zero(place: Place) -> Shown:
         return Shown(right=-place.plus)
     if factors == (1, -1):  # i - j <= -plus
         return Shown(left=-place.plus)
-    if max(factors) <= 0 and place.plus <= 0:  # True of any i and j, which are at least 0.
+    if max(factors) <= 0 and place.plus <= 0:  # True for all i and j, since both are at least 0.
         return Shown()
     raise NotABand
 

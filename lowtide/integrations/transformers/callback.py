@@ -18,7 +18,7 @@ from lowtide.integrations.callback import DeferralCallback
 
 
 class TransformersDeferralCallback(DeferralCallback, TrainerCallback):
-    """Defer the model's logits while the Trainer trains it; afterwards they are real again.
+    """Defer the model's logits during training; afterwards the model returns real logits again.
 
     An evaluation during training has real logits, because the model is then in eval mode. The
     trainers of TRL need `lowtide.integrations.trl.TRLDeferralCallback`.

@@ -26,7 +26,8 @@ from lowtide.ops.attention.definition.masks import (
 ELSE = "attn_implementation='lowtide' makes no tensor for such; use 'sdpa' or 'eager' with this model"
 ELEMENTS = 1 << 22
 """The most elements of a mask that are examined at a time."""
-# Transformers 4 lacks the second. `register_attention` refuses it, and the callback has no masks.
+# Transformers 4 lacks the second. `register_attention` refuses that version, and the callback uses
+# no masks.
 PLAIN = tuple(
     getattr(masking_utils, f"{name}_mask_function")
     for name in ("causal", "bidirectional")
@@ -38,17 +39,17 @@ class DenseMaskWarning(UserWarning):
     """Warn that a mask of [B, 1, M, N] has been made."""
 
 
-class OpaqueMask:
-    """Represent a mask on its way from the model to its layers, which must not compute with it."""
+class Handed:
+    """Represent a mask on its way from a model to its layers; models must not compute with it."""
 
     ndim = 4
-    """Tells Transformers that the mask is made: generate makes it itself, for a static cache."""
+    """Tells Transformers that the mask is made: for a static cache `generate` makes it."""
 
     lengths: tuple[int, int]
 
     @property
     def shape(self) -> tuple[None, int, int, int]:
-        """Return the shape, for models that make a mask from it; the batch size is unknown."""
+        """Return the shape, for models that derive a mask from it; the batch size is unknown."""
         return (None, 1, *self.lengths)
 
     def contiguous(self) -> Any:
@@ -62,8 +63,8 @@ class OpaqueMask:
         raise ArgumentError(f"this model computes {function.__name__} of its mask; {ELSE}")
 
 
-class ModelsMask(OpaqueMask, AttentionBias):
-    """Represent a band, and the keys that take part in it."""
+class ModelsMask(Handed, AttentionBias):
+    """Represent a band, and which keys take part in it."""
 
     def __init__(self, M: int, N: int, left: int | None, right: int | None, keys: Tensor | None) -> None:
         self.lengths, self.band = (M, N), Band(left, right)
@@ -95,9 +96,9 @@ class CausalMask(ModelsMask, LowerTriangularMask):
 
 
 class DenseMask(ModelsMask):
-    """Represent any other mask, for each query and key.
+    """Represent any other mask, with one bool for each query and key.
 
-    A model that added it to its scores would add 1 instead of hiding a key.
+    Models must not add this mask to their scores: that would add 1 instead of hiding a key.
     """
 
     def __init__(self, seen: Tensor) -> None:  # [B, 1, M, N], bool
@@ -110,8 +111,8 @@ class DenseMask(ModelsMask):
         raise ArgumentError(f"this model takes a part of its mask; {ELSE}")
 
 
-class PackedMask(OpaqueMask, BlockDiagonalCausalMask):
-    """Represent several sequences in each row of the batch; the rows follow each other."""
+class PackedMask(Handed, BlockDiagonalCausalMask):
+    """Represent several sequences in each row of the batch, with the rows joined into one."""
 
     def __init__(self, lengths: list[int], window: int | None, M: int) -> None:
         super().__init__(lengths, lengths)
