@@ -13,9 +13,9 @@ The modules, in the order of imports (a module imports only those above it):
     preference.py  dpo, simpo, orpo and kto, from log-probabilities of sequences
 
 Results are float32, or float64 where an argument is float64. Losses of log-probabilities [B] take
-O(B) memory. A shape, device or option that does not fit raises a ValueError, a dtype or type that
-does not fit a TypeError; each is also a RuntimeError. The shapes are checked because torch would
-broadcast [B] against [B, 1] to [B, B] without an error.
+O(B) memory. A shape, device or option that does not fit raises a ValueError; a dtype or type that
+does not fit raises a TypeError. Each is also a RuntimeError. The shapes are checked because torch
+would broadcast [B] against [B, 1] to [B, B] without an error.
 
 Shapes in all files: B sequences or pairs, T tokens, N = B T, D features, V classes, K keys.
 """

@@ -1,4 +1,4 @@
-"""Compute contrastive losses of pairs of embeddings; one side's rows are the other's classes."""
+"""Compute contrastive losses of embedding pairs; the rows of one side are the other's classes."""
 
 import torch
 from torch import Tensor

@@ -50,11 +50,12 @@ def z_loss(
     Shapes: input [..., D], linear_weight [V, D], target [...]; the result is 0-d.
 
     Args:
-        target: only which rows have `ignore_index` matters. The result is 0 if all have it.
+        target: rows with `ignore_index` do not count; other values do not matter. The result is 0
+            if no row counts.
         ignore_index: rows with this target do not count; None means -100.
-        normalizer: n, as in :func:`lowtide.linear_cross_entropy`. Without one n counts this rank's
-            rows, also under :func:`lowtide.shard_head`; pass :func:`lowtide.tokens_per_rank` for
-            the mean over all ranks' rows.
+        normalizer: n, as in :func:`lowtide.linear_cross_entropy`. If it is None, n counts
+            this rank's rows, also under :func:`lowtide.shard_head`; pass
+            :func:`lowtide.tokens_per_rank` for the mean over all ranks' rows.
         options: those of :func:`lowtide.linear_log_probs`; workspace is in bytes.
 
     Precision: the loss is float32, or float64 for float64.

@@ -60,13 +60,13 @@ def grpo(
         policy: log-probabilities of the sampled tokens (`log_prob` of
             :func:`lowtide.linear_log_probs`). policy, old and reference need the same `logit_scale`
             and `softcap`: for temperature T and a head with soft cap c, 1 / T and c / T.
-        old: log-probabilities under the policy that sampled. None stands for policy's own values,
-            for one step per sample. old takes no gradient.
+        old: log-probabilities under the policy that sampled the tokens. None stands for policy's
+            own values, for one step per sample. old takes no gradient.
         advantages: A, one number per sequence; takes no gradient.
         mask: nonzero where a token counts; elsewhere no value is used. A sequence without tokens
             that count adds 0.
-        reference: log-probabilities for the KL term, which is left out without them; takes no
-            gradient.
+        reference: log-probabilities under the reference model, for the KL term; None leaves this
+            term out. reference takes no gradient.
         beta: weight of the KL term, 0.04 by default. A nonzero beta needs reference.
         epsilon, epsilon_high: the clip range; epsilon_high None means epsilon on both sides. GSPO
             uses 3e-4 and 4e-4.
@@ -122,7 +122,7 @@ def grpo(
     clipped_BT = ratio_BT.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
     advantage_B1 = advantages.detach()[:, None]
     plain_BT, clipped_BT = ratio_BT * advantage_B1, clipped_BT * advantage_B1
-    # Where both are the same the ratio has the gradient; clamp has none at its ends in torch 2.15.
+    # Where the two are equal, take the ratio's gradient: clamp has none at its ends in torch 2.15.
     loss_BT = -torch.where(clipped_BT < plain_BT, clipped_BT, plain_BT)
     if reference is not None:
         _, reference_BT = widened("BT", policy=policy, reference=reference)

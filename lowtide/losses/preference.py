@@ -35,7 +35,7 @@ def dpo(
                  - \log \frac{\pi(y_l)}{\pi_\mathrm{ref}(y_l)}\right), \qquad
         \ell = -(1-\epsilon) \log \sigma(\delta) - \epsilon \log \sigma(-\delta).
 
-    Shapes: four times [B], sums from :func:`sequence_log_probs`; the result is 0-d, or [B] for
+    Shapes: all four [B], sums from :func:`sequence_log_probs`; the result is 0-d, or [B] for
     ``reduction="none"``.
 
     Args:
@@ -85,7 +85,7 @@ def simpo(
         \ell = -\log \sigma\!\left(\frac{\beta}{|y_w|} \log \pi(y_w)
                - \frac{\beta}{|y_l|} \log \pi(y_l) - \gamma\right)
 
-    Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, or [B] for
+    Shapes: both tensors [B], *means* from :func:`sequence_log_probs`; the result is 0-d, or [B] for
     ``reduction="none"``.
 
     Args:
@@ -121,7 +121,7 @@ def orpo(
     tokens. For a mean over all tokens of the batch, or over the prompt too, add the difference
     yourself.
 
-    Shapes: twice [B], *means* from :func:`sequence_log_probs`; the result is 0-d, or [B] for
+    Shapes: both tensors [B], *means* from :func:`sequence_log_probs`; the result is 0-d, or [B] for
     ``reduction="none"``.
 
     Args:
@@ -171,8 +171,8 @@ def kto(
     Args:
         label: a bool tensor, True for desirable.
         kl: k, the log-probability under the policy minus that under the reference, of M mismatched
-            sequences: prompt i with the completion of another prompt j. Or their mean, 0-d or a
-            float; with several ranks, the mean over all of them. Compute it under no_grad.
+            sequences: prompt i with the completion of another prompt j. Or the mean of k, 0-d or a
+            float; with several ranks, the mean over all ranks. Compute k under no_grad.
         beta: :math:`\beta`, the slope of the sigmoid.
         desirable_weight, undesirable_weight: :math:`\lambda_D` and :math:`\lambda_U`.
         reduction: `"mean"`, `"sum"` or `"none"`, over the B sequences.
