@@ -28,10 +28,10 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
         fully_shard(model, mesh=mesh, ignored_params=own)
         loss = lowtide.linear_cross_entropy(model(tokens), model.lm_head.weight, labels)
 
-    FSDP2 gathers a head before its product and reduces its gradient behind it. With this function
-    each of the P ranks keeps its V / P classes: a loss gathers the ranks' tokens, chunk by chunk,
-    and reduce-scatters the gradient of hidden states. The gathered weight, its gradient and its
-    float32 sum exist on no rank.
+    FSDP2 gathers a head before its product and reduces its gradient after its backward. With this
+    function each of the P ranks keeps its V / P classes: a loss gathers the ranks' tokens, chunk by
+    chunk, and reduce-scatters the gradient of hidden states. The gathered weight, its gradient and
+    its float32 sum exist on no rank.
 
     Parameters stay what they are under FSDP2: DTensors with placement Shard(0), of the same names,
     sizes and shards. So optimizers, `clip_grad_norm_`, state dicts and torch.distributed.checkpoint
@@ -39,7 +39,7 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
 
     These take the head: :func:`lowtide.linear_cross_entropy`, :func:`lowtide.linear_log_probs`,
     :class:`lowtide.LinearCrossEntropyLoss`, the divergences of `lowtide.distillation` and
-    :func:`lowtide.defer_logits`, which is to be called afterwards. A loss has the same value on all
+    :func:`lowtide.defer_logits`, if called after this function. A loss has the same value on all
     ranks, the mean of the ranks' losses. `"mean"` is the mean over all ranks' tokens, and so is the
     sum over a `normalizer` of :func:`lowtide.tokens_per_rank`. For ``reduction="none"`` and
     log-probabilities each rank has the rows of its own tokens.
@@ -53,28 +53,29 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
     Returns:
         The head's parameters, for `ignored_params` of fully_shard on each unit around the head.
 
-    Real logits: in eval mode, and for what needs them, the head's forward gathers the weight. So
-    all ranks have to call it equally often.
+    Real logits: in eval mode, and where an operation needs real logits, the head's forward gathers
+    the weight. So all ranks have to call the head equally often.
 
     Communication, for N tokens of all ranks: N D numbers gathered and N D reduce-scattered in the
-    input's dtype, in place of V D numbers each. FSDP2 moves less from about 1.5 V tokens on.
+    input's dtype; with FSDP2, V D numbers each. FSDP2 moves less from about 1.5 V tokens on.
 
     Memory: that of :func:`lowtide.linear_cross_entropy` for V / P classes; V D / P numbers each for
     weight and gradient.
 
     Raises:
-        ValueError, TypeError: for a head that is no :class:`torch.nn.Linear`, tied with another
+        ValueError, TypeError: for a head that is not a :class:`torch.nn.Linear`, tied with another
             module's parameter, or sharded already; for a mesh of several dimensions. Each is also
             a RuntimeError.
 
-    Source: Partial FC (arxiv.org/abs/2010.05222) divides the classes of a face recogniser so.
+    Source: Partial FC (arxiv.org/abs/2010.05222) divides the classes of a face recogniser in this
+    way.
     """
     _check_mesh(mesh)
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     head = locate_head(model) if head is None else head
     _check_head(model, head)
-    mark(mesh)  # A copy of a parameter bears no mark, but lies on the mesh still.
+    mark(mesh)  # A copy of a parameter has no mark of its own, but lies on the same mesh.
     for name, parameter in list(head.named_parameters(recurse=False)):
         setattr(head, name, _divided(parameter, mesh))
     head.__class__ = ShardedLinear
@@ -82,10 +83,10 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
 
 
 class ShardedLinear(nn.Linear):
-    """Gather the weight for real logits; deferred ones are a product with the shards."""
+    """Gather the weight for real logits; deferred logits are a product with the shards."""
 
     def __getattr__(self, name: str) -> Any:
-        """Mark the parameters: a copy, or a state dict loaded by assignment, brings others."""
+        """Mark the parameters again: a copy, or a state dict loaded by assignment, has new ones."""
         found = super().__getattr__(name)
         if is_dtensor(found):
             mark(found)
