@@ -1,21 +1,21 @@
-"""Hold what two or more operators use unchanged; nothing here imports from the rest of lowtide.
+"""Hold the code that operators share; nothing here imports from the rest of lowtide.
 
 Modules, in import order (a module imports only from those above it):
 
-torch_private     torch's private functions, and what is done without each
-errors            the two classes of errors for arguments; which argument a name of others means
+torch_private     torch's private functions, each with a substitute
+errors            the two classes of errors for arguments; advice on names of other libraries
 checks            check one argument of a call; reject nested, sparse and quantized tensors
 strides           memory layouts of operands: rows, copies, alignment, tensor maps
 compile_ahead/    compile the Triton kernels of a first call side by side, in threads
 kernels/          capabilities of the device, launches, and what several operators' kernels use
-recording/        what a function does with its tensors, done again for others that are alike
+recording/        record what a function does with its tensors; repeat it for tensors alike
 soft_cap          slope of a soft cap, in torch
 autodiff          which transforms are active; gradients that can be differentiated again
 row_function      a function of rows, computed chunk by chunk, with derivatives of any order
 matmul            operands by chunks of rows and blocks of classes; GEMMs with float32 accumulators
-pending_gradient  the factor that all rows share: how much of it is applied, and when
+pending_gradient  the factor that all rows share: which part of it is applied when
 collectives       gathers and sums over the ranks of a process group, by its name
 fsdp              parameters that FSDP2 shards: gathered once, gradients reduced
 operator          registration of operators with torch.library
-flop_formula      FLOPs of an operator for FlopCounterMode, whose module loads Triton
+flop_formula      formulas of FLOPs for FlopCounterMode, without importing its module
 """

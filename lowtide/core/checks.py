@@ -50,7 +50,7 @@ def _is_nested(tensor: Tensor) -> bool:
 
 
 def check_devices(named: Mapping[str, Tensor], *, meta: bool = False) -> None:
-    """Check that all tensors are on the device of the first, and that calls run there.
+    """Check that all tensors are on the device of the first, and that lowtide supports it.
 
     The meta device is accepted only with `meta`.
     """

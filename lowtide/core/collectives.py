@@ -1,11 +1,12 @@
 """Move tensors between the ranks of one process group, by torch.distributed alone.
 
 An operator's schema has no process group, so a group travels by its name. Every collective is
-asynchronous: it returns a function that waits for it. On CUDA that makes the current stream wait,
-not the host. Gathers move bytes, so they round nothing, and all ranks hold the same bits.
+asynchronous: it returns a function that waits for it. On CUDA that function makes the current
+stream wait, not the host. Gathers move bytes, so they round nothing, and all ranks hold the same
+bits.
 
-What the host itself has to know moves between the hosts (`of_hosts`): to read it from a device is
-to wait for all that the device still has to do.
+Numbers that the host itself needs move between the hosts (`of_hosts`): reading them from a device
+would wait for all the work that is queued on that device.
 
 Each rank must issue the same collectives in the same order.
 """
@@ -35,7 +36,7 @@ class Group:
 
     @property
     def of_hosts(self) -> "Group":
-        """Return the group of these ranks that gathers tensors of the CPU."""
+        """Return a group of the same ranks that can gather tensors on the CPU."""
         if self.size == 1 or _moves_cpu_tensors(self.group):
             return self
         hosts = copy.copy(self)
@@ -43,7 +44,7 @@ class Group:
         return hosts
 
     def gather(self, tensor: Tensor) -> Wait:
-        """Return the tensors of all ranks, [ranks, ...], which have the same shape on each."""
+        """Gather the tensors of all ranks, which have one shape, as [ranks, ...]."""
         if self.size == 1:
             return lambda: tensor[None]
         tensor = tensor.contiguous()
@@ -54,18 +55,18 @@ class Group:
         mine, all_ranks = (each.view(-1).view(torch.uint8) for each in (tensor, out))
         if isinstance(self.group, dist.ProcessGroup):
             work = _gather_into()(all_ranks, mine, group=self.group, async_op=True)
-        else:  # a connection of hosts
+        else:  # the group is a connection of hosts
             work = self.group.allgather([[*all_ranks.chunk(self.size)]], [mine])
         return _after(work, out, tensor)
 
     def sum_(self, tensor: Tensor) -> Wait:
-        """Replace the tensor by its sum over the ranks; it must be contiguous."""
+        """Replace a contiguous tensor by its sum over the ranks."""
         if self.size == 1 or not tensor.numel():
             return lambda: tensor
         return _after(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
 
     def scatter_sum(self, tensor: Tensor) -> Wait:
-        """Return the sum over the ranks of this rank's part, of [ranks, ...]."""
+        """Sum [ranks, ...] over the ranks, and return this rank's part of the sum."""
         if self.size == 1:
             return lambda: tensor[0]
         out = torch.empty_like(tensor[0])
@@ -77,7 +78,7 @@ class Group:
 
 
 def _after(work: Any, out: Tensor, *held: Tensor) -> Wait:
-    """Return a function that waits and returns `out`; the tensors live until then."""
+    """Return a function that waits and returns `out`; the `held` tensors live until then."""
 
     def wait() -> Tensor:
         work.wait()
@@ -101,10 +102,10 @@ def _scatter_into() -> Any:
     return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# For each group that moves tensors of a device alone, what connects its hosts.
+# The connection of hosts of each group that moves only tensors on a device.
 _of_hosts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _made: Counter[tuple[int, ...]] = Counter()
-"""How many of these this process has made, by the ranks that they connect."""
+"""How many connections of hosts this process has made, by the ranks that they connect."""
 
 
 def _moves_cpu_tensors(group: Any) -> bool:
@@ -112,10 +113,11 @@ def _moves_cpu_tensors(group: Any) -> bool:
 
 
 def _between_hosts(group: Any) -> Any:
-    """Return gloo's connection of the ranks of a group, whose first calls all make it together.
+    """Return a Gloo connection of a group's ranks, which make it together at their first call.
 
-    It is no group of torch's: each rank would name that by the number of groups that it is in, and
-    ranks with other numbers would wait for each other for ever.
+    The connection is not a process group of torch. Each rank would name such a group by the number
+    of groups that the rank is in, and ranks with different numbers would wait for each other for
+    ever.
     """
     if group not in _of_hosts:
         ranks = tuple(dist.get_process_group_ranks(group))

@@ -1,7 +1,7 @@
-"""Define the two classes of errors that a call raises for an argument, and name what is meant.
+"""Define the two classes of errors for arguments, and give advice in them.
 
-Both are RuntimeErrors as well, because torch raises a RuntimeError for most such arguments. Where a
-caller uses the name or the place that another library has for an argument, the error names ours.
+Both are RuntimeErrors as well, because torch raises a RuntimeError for most such arguments. If a
+caller uses another library's name or place of an argument, the error says what ours is.
 """
 
 import difflib
@@ -23,11 +23,11 @@ class ArgumentTypeError(TypeError, RuntimeError):
 
 
 def advises(instead: Mapping[str, str], usage: str) -> Callable[[Function], Function]:
-    """Return a decorator whose error about a call that does not fit says what to pass instead.
+    """Return a decorator that makes the error of a call that does not fit say what to pass instead.
 
-    `instead` has the sentence for each name that other libraries use; for any other name it is the
-    argument that is spelt most alike, or Python's own error. `usage` follows Python's error where
-    arguments are missing or too many are passed by position.
+    `instead` has advice for each name that other libraries use. For any other name the advice is
+    the argument that is spelt most alike; if there is none, Python raises its own error. `usage`
+    follows Python's error where arguments are missing or too many are passed by position.
     """
 
     def decorate(function: Function) -> Function:
@@ -67,7 +67,7 @@ def _refuse_places(
 
 
 def _refuse(function: str, unknown: list[str], known: frozenset[str], instead: Mapping[str, str]) -> None:
-    """Raise if there is advice on one of the names; Python's own error names the first of them."""
+    """Raise an error with the advice on unknown names; without advice leave the error to Python."""
     advice = []
     for name in unknown:
         alike = difflib.get_close_matches(name, known, n=1)

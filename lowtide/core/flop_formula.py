@@ -1,7 +1,7 @@
 """Register formulas of FLOPs for torch.utils.flop_counter, without importing it.
 
 That module imports Triton, which takes longer than all of lowtide. FlopCounterMode copies the
-formulas when it is made, so they have to be there once the module is.
+formulas when it is made, so they have to be registered as soon as the module is imported.
 """
 
 import sys
@@ -16,7 +16,7 @@ _formulas: dict[Any, Callable[..., int]] = {}
 
 
 def register_flop_formula(operator: Any) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Register the decorated function of an operator's arguments, in which tensors are shapes."""
+    """Register the decorated function, which gets an operator's arguments, tensors as shapes."""
 
     def register(formula: Callable[..., int]) -> Callable[..., int]:
         _formulas[operator] = formula

@@ -47,7 +47,7 @@ def blocks(size: int, step: int, *, first: int = 0) -> Iterator[slice]:
 
 
 def rows_of(tensor: Tensor, rows: slice) -> Tensor:
-    """Return these rows of a tensor; all of them are the tensor itself, as a view takes 2 us."""
+    """Return these rows of a tensor, or the tensor itself for all rows, as a view takes 2 us."""
     return tensor if rows.start == 0 and rows.stop == tensor.shape[0] else tensor[rows]
 
 
@@ -88,7 +88,7 @@ class Operand:
         return copy_CD
 
     def _gathered(self, rows: slice) -> Tensor:
-        """Return tokens that are no slice of a matrix: kept rows, or rows of a wider tensor."""
+        """Return tokens that are not a slice of a matrix: kept rows, or rows of [..., D]."""
         if self.input.dim() == 2:
             assert self.kept_rows is not None
             return self.input[self.kept_rows[rows]]
@@ -103,7 +103,7 @@ class Operand:
         weight_BD = rows_of(self.weight_VD, classes)
         if weight_BD.dtype == self.dtype and multiplies(weight_BD):
             return weight_BD
-        # A GEMM copies a layout that it cannot read, each time.
+        # Copy once: each GEMM would copy a layout that it cannot read.
         return torch.empty_like(weight_BD, dtype=self.dtype).copy_(weight_BD)
 
     def weights(self, step: int, part: slice | None = None) -> Iterator[tuple[slice, Tensor]]:
@@ -134,9 +134,9 @@ def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
-    """Write scale a b to out, or add it, with sums in out's dtype, whatever the operands' dtype.
+    """Write scale a b to out, or add it to out; sums have out's dtype, not the operands'.
 
-    Half-precision sums are float32, and rounded once, with the scale.
+    If out is half precision, sums are float32 and are rounded once, after scaling.
     """
     (M, K), N = a.shape, b.shape[1]
     if K == 0:  # where cuBLAS does not write to `out`
@@ -157,10 +157,10 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, scale: floa
 
 
 def whole_vectors(out: Tensor, a: Tensor, b: Tensor) -> list[tuple[slice, ...]]:
-    """Return the two parts of a GEMM whose first has whole vectors, as (rows, columns, inner).
+    """Return a GEMM in two parts, the first of whole vectors, each as (rows, columns, inner).
 
-    Return none if each contiguous dimension has whole vectors, if rows are not aligned anyway, or
-    if the inner dimension is to be cut and the sum would be rounded between its parts.
+    Return an empty list if each contiguous dimension has whole vectors, if rows are not aligned
+    anyway, or if the inner dimension would be cut and the sum rounded between the two parts.
     """
     if a.dtype.itemsize != 2 or not all(_rows_are_aligned(each) for each in (out, a, b)):
         return []
@@ -180,7 +180,7 @@ def whole_vectors(out: Tensor, a: Tensor, b: Tensor) -> list[tuple[slice, ...]]:
 
 
 def _rows_are_aligned(matrix: Tensor) -> bool:
-    """Return True if each row, or each column of a transposed matrix, begins at whole vectors."""
+    """Return True if each row (column, if transposed) begins at a multiple of a vector."""
     longer = max(matrix.stride())
     return longer * matrix.element_size() % VECTOR_BYTES == 0 and matrix.data_ptr() % VECTOR_BYTES == 0
 

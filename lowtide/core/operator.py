@@ -11,15 +11,15 @@ from torch.library import Library, define, impl
 
 from lowtide.core import torch_private
 
-# Its registrations end with its life.
+# Registrations end when this object is freed.
 LIBRARY = Library("lowtide", "FRAGMENT")
 
 _direct: dict[Any, Callable[..., list[Tensor]]] = {}
-"""What computes an operator, with its derivative if it has one, without torch's dispatcher."""
+"""The function that runs an operator, and its derivative if any, without torch's dispatcher."""
 
 
 def call(operator: Any, *arguments: Any) -> list[Tensor]:
-    """Call an operator, past torch's dispatcher where nothing there would look at the call.
+    """Call an operator; skip torch's dispatcher where nothing in it would look at the call.
 
     The dispatcher converts all arguments twice each way, which takes the host 0.1 ms or more.
     """
@@ -29,12 +29,12 @@ def call(operator: Any, *arguments: Any) -> list[Tensor]:
 
 
 def seen_by_nobody(arguments: Iterable[Any]) -> bool:
-    """Return True if a call with these arguments may go past torch's dispatcher."""
+    """Return True if a call with these arguments may skip torch's dispatcher."""
     return _nobody_looks() and _are_plain(arguments)
 
 
 def _nobody_looks() -> bool:
-    """Return True if no mode, transform, trace or profile is to see the operators."""
+    """Return True if no mode, transform, trace or profile has to see the operators."""
     return (
         torch_private.dispatch_modes() == 0
         and torch_private.function_modes() == 0
@@ -45,10 +45,10 @@ def _nobody_looks() -> bool:
 
 
 def _are_plain(arguments: Iterable[Any]) -> bool:
-    """Return True if all tensors are torch's own, on the CPU or CUDA, alone or in lists.
+    """Return True if all tensors, alone or in lists, are plain tensors on the CPU or CUDA.
 
-    The dispatcher negates what has torch's negative bit, and gives memory to tensors of zeros that
-    have none: kernels of our own would read other numbers there.
+    The dispatcher negates tensors that have torch's negative bit, and gives memory to tensors of
+    zeros that have none. Without the dispatcher our kernels would read other numbers there.
     """
     for each in arguments:
         kind = type(each)
@@ -63,7 +63,7 @@ def _are_plain(arguments: Iterable[Any]) -> bool:
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     """Register the decorated function as torch.ops.lowtide.<name>, and return that operator.
 
-    Derivatives are registered separately. Without them a call that needs gradients raises.
+    Derivatives are registered separately. Without one, a call that needs gradients raises an error.
 
     torch.library.custom_op is not used: its wrappers take 50 us of host time a call, and its first
     call imports Dynamo, which takes 2 to 3 s.
@@ -76,7 +76,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
             if torch.is_grad_enabled() and _need_gradients(arguments):
                 raise RuntimeError(
                     f"lowtide::{name} has no derivative of its own; call the function of lowtide that it "
-                    "belongs to, which has, or this under torch.no_grad()"
+                    "belongs to, which has one, or call this operator under torch.no_grad()"
                 )
             return function(*arguments)
 
@@ -93,10 +93,11 @@ def derivative(
 ) -> None:
     """Register the derivative of an operator that takes tensors or lists of them, returning a list.
 
-    Its tensors come first in the schema. As with torch.library.register_autograd, `setup_context`
-    gets ctx, inputs and output, and `backward` gets ctx and the gradients of the output; it returns
-    one entry per argument, a list for a list. register_autograd takes 0.2 ms more of host time per
-    step, most of it in pytrees.
+    The tensors and lists come first in the operator's schema. As with
+    torch.library.register_autograd, `setup_context` gets ctx, inputs and output. `backward` gets
+    ctx and the gradients of the output, and returns one entry per argument: a list where the
+    argument is a list. register_autograd takes 0.2 ms more of host time per step, most of it in
+    pytrees.
     """
 
     if torch_private.below_autograd is None or torch_private.after_autograd_keyset is None:
@@ -110,7 +111,7 @@ def derivative(
     implementation = _direct[operator]
 
     def compute(keys: Any, arguments: Sequence[Any]) -> list[Tensor]:
-        """Compute the operator below autograd; without keys the dispatcher is not asked."""
+        """Compute the operator below autograd; without keys, skip the dispatcher."""
         with torch_private.below_autograd():
             if keys is None:
                 return implementation(*arguments)
@@ -158,7 +159,7 @@ def derivative(
 
 
 def _one_by_one(arguments: Iterable[Any], lengths: Iterable[int | None]) -> list[Any]:
-    """Return the arguments, and in place of each list that has a length its items."""
+    """Return the arguments, with each list that has a length replaced by its items."""
     items: list[Any] = []
     for argument, length in zip(arguments, lengths, strict=True):
         if length is None:
@@ -169,7 +170,7 @@ def _one_by_one(arguments: Iterable[Any], lengths: Iterable[int | None]) -> list
 
 
 def _in_lists(items: Iterable[Any], lengths: Iterable[int | None]) -> list[Any]:
-    """Return the arguments of which `_one_by_one` made items."""
+    """Return the arguments from their items, as they were before `_one_by_one`."""
     rest = iter(items)
     return [next(rest) if length is None else list(islice(rest, length)) for length in lengths]
 

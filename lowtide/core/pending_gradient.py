@@ -25,13 +25,14 @@ FP16_EXPONENT = 14
 # The numbers of a float16 input gradient are at most 4 times this power of two.
 FP16_ROOM = 10
 
-# Types of tensors that backward may write to. Another's operations are traced, or it wraps tensors.
+# Types of tensors that backward may write to. Operations on any other type are traced, or that type
+# wraps tensors.
 _written = {Tensor}
 
 
 @dataclass(frozen=True, slots=True)
 class PendingGradient:
-    """Hold an unfinished gradient, rounded or not, the factor applied and the one that remains."""
+    """Hold an unfinished gradient, the factor applied to it, and the factor that remains."""
 
     tensor: Tensor
     """The memory, in the gradient's dtype or a wider one."""
@@ -41,7 +42,7 @@ class PendingGradient:
     """The factor still to be applied; None for 1."""
 
     def finished(self, like: Tensor, backend: str) -> Tensor:
-        """Return the gradient of `like`, whose memory is this one's if the dtype allows it."""
+        """Return the gradient of `like`, in the memory of `tensor` if the dtype allows it."""
         whole = scaled(self.tensor, self.remaining, like.dtype, backend, in_place=True)
         return whole.view(like.shape)
 
@@ -65,7 +66,7 @@ def finish_gradient(
 ) -> Tensor:
     """Return the gradient of `like` in backward: tensor * factor * grad_output, rounded once.
 
-    tensor and factor are an operator's outputs; a factor of None, too, stands for 1.
+    tensor and factor are an operator's outputs. An empty factor, or None, stands for 1.
     """
     if torch.compiler.is_compiling() or type(tensor) not in _written:
         whole = grad_output if factor is None or not factor.numel() else factor * grad_output
@@ -78,7 +79,7 @@ def finish_gradient(
 
 @contextlib.contextmanager
 def finishing_as_eager(kind: type[Tensor]) -> Iterator[None]:
-    """Finish gradients of this type as those of Tensor, which they stand for in an estimate."""
+    """Finish gradients of this type like those of Tensor; an estimate has such stand-ins."""
     _written.add(kind)
     try:
         yield
@@ -121,7 +122,7 @@ def finish_gradients(
 def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
     """Return the power of two that brings the largest coefficient near 2^14.
 
-    None if no dtype is float16.
+    Return None if no dtype is float16.
     """
     if torch.float16 not in dtypes:
         return None
@@ -134,7 +135,7 @@ def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtyp
 def split_factor(
     factor: Tensor, dtype: torch.dtype, headroom: int | Tensor = FP16_EXPONENT
 ) -> tuple[Tensor, Tensor | None]:
-    """Split `factor` into one that is applied when a gradient is rounded to dtype, and the rest.
+    """Split `factor` in two: one is applied when a gradient is rounded to dtype, one remains.
 
     The remaining factor is a power of two, which backward applies; None stands for 1.
     """
@@ -162,9 +163,9 @@ def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:
 def fp16_headroom_of_weight(input: Tensor) -> int | Tensor:  # [..., D]
     """Return the exponent that `split_factor` takes for the float16 gradient of a weight.
 
-    A number of that gradient is a sum over all rows of the input, with factors up to 2^14. The
-    fewer the rows, the smaller this sum is at most, and the less it is scaled down, so that numbers
-    that are small beside the largest factor are not rounded to 0.
+    A number of that gradient is a sum over all rows of the input, with factors up to 2^14. With
+    fewer rows this sum has a smaller bound and is scaled down less, so that numbers that are small
+    beside the largest factor are not rounded to 0.
     """
     if input.numel() == 0:
         return FP16_EXPONENT

@@ -5,7 +5,7 @@ every chunk uses as a whole. It returns results of rows, one after the other, an
 rows. Its vector-Jacobian product is rowwise again: the gradient of a row is a result of that row,
 and the gradient of a whole tensor is a sum over rows. The same holds for its Jacobian-vector
 product. So each derivative is computed chunk by chunk like the function itself, and nothing of a
-chunk is kept when the next one begins: the memory is that of one chunk. It works under every
+chunk is kept when the next one begins: the memory is that of one chunk. This works under every
 torch.func transform and in forward mode.
 """
 
@@ -30,7 +30,7 @@ class RowDerivative(NamedTuple):
     outputs: Sequence[int]
     """The places of the function's outputs that take part."""
     results: int
-    """Counts the derivative's outputs that are results of rows; the others are sums."""
+    """The number of the derivative's outputs that are results of rows; the others are sums."""
 
 
 class RowFunction:
@@ -54,15 +54,15 @@ class RowFunction:
     def derivative(self, described: RowDerivative, given_rows: int, given_whole: int) -> "RowFunction":
         """Return the function that computes this derivative.
 
-        Its arguments are this function's. After those that are cut come `given_rows` gradients or
-        tangents, and after those that are whole `given_whole` of them.
+        Its arguments are this function's and gradients or tangents: `given_rows` of these follow
+        the arguments that are cut, and `given_whole` follow the arguments that are whole.
         """
         raise NotImplementedError
 
     def pull_back(
         self, tensors: Tensors, grad_output: Sequence[Tensor | None], needed: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `tensors` that are needed, so that they can be differentiated."""
+        """Return the needed gradients of `tensors`, in a form that can be differentiated."""
         given = {place: gradient for place, gradient in enumerate(grad_output) if gradient is not None}
         wanted = [place for place, need in enumerate(needed) if need]
         if not given or not wanted:
@@ -74,7 +74,7 @@ class RowFunction:
     def push_forward(
         self, tensors: Tensors, tangents: Sequence[Tensor | None], outputs: Sequence[int]
     ) -> Tensors:
-        """Return the tangents of the outputs at these places, to be differentiated further."""
+        """Return the tangents of the outputs at these places; they can be differentiated."""
         given = {place: tangent for place, tangent in enumerate(tangents) if tangent is not None}
         results = sum(place < self.results for place in outputs)
         described = RowDerivative(jacobian_vector, list(given), outputs, results)
@@ -91,7 +91,7 @@ class RowFunction:
 
 
 class Rowwise(RowFunction):
-    """Evaluate a pure function of torch operations chunk by chunk, and so its derivatives."""
+    """Evaluate a pure function of torch operations and its derivatives, chunk by chunk."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Rowwise(RowFunction):
             given, create_graph = (*rows[self.cut :], *last), torch.is_grad_enabled()
             with torch.enable_grad():
                 own, varied = _varied((*rows[: self.cut], *whole), described.inputs)
-                # The outputs that take no part are freed.
+                # Free the outputs that take no part.
                 outputs = at(described.outputs, sum(self.function(*split(own, self.cut)), ()))
                 found = described.derive(outputs, varied, given, create_graph)
                 return split(found, described.results)
@@ -196,7 +196,7 @@ def _first(term: Tensor, *, alone: bool) -> Tensor:
     """Return the first term of a sum in memory of its own.
 
     A half-precision sum is accumulated in float32, since adding many terms loses more digits than
-    one rounding. `alone`: there is only one term.
+    one rounding. `alone` says that there is only one term.
     """
     half = term.is_floating_point() and term.dtype.itemsize < 4 and not alone
     own = term.clone(memory_format=torch.contiguous_format)
@@ -246,7 +246,7 @@ def _grad(
 ) -> tuple[Tensor | None, ...]:
     """Return gradients, None for inputs on which no output depends.
 
-    An output without a graph depends on none of them and is left out.
+    An output without a graph depends on no input and is left out.
     """
     pairs = [
         (each, gradient.to(each.dtype))

@@ -13,7 +13,7 @@ from torch import Tensor
 def maps_input(input: Tensor, copies_rows: bool, at: Callable[[Tensor], int]) -> bool:
     """Return True if a tensor map can read the rows of [..., D].
 
-    Rows that are copied are aligned, so it can read these. `at` returns where a tensor begins.
+    If rows are copied, the copies are aligned. `at` returns where a tensor begins.
     """
     rows = input.dim() <= 3 or flattens(input)
     return rows and input.stride(-1) == 1 and (copies_rows or _is_aligned(input, at))
@@ -56,7 +56,7 @@ def copies_rows(input: Tensor, dtype: torch.dtype) -> bool:
     """Return True if the rows of a chunk are copied, because of their dtype or their strides."""
     if input.dtype != dtype or not flattens(input):
         return True
-    # The strides of the view [N, D]; a fake tensor of another mode could not make it.
+    # Compute the strides of the view [N, D]: a fake tensor of another mode could not make the view.
     N, D, inner = math.prod(input.shape[:-1]), input.shape[-1], input.stride(-1)
     rows = _leading(input)
     outer = rows[-1][1] if rows else D
@@ -75,7 +75,7 @@ def flattens(tensor: Tensor, dims: int = -1) -> bool:
 
 
 def _leading(tensor: Tensor, dims: int = -1) -> list[tuple[int, int]]:
-    """Return size and stride of each leading dimension of more than one."""
+    """Return size and stride of each leading dimension whose size is not 1."""
     return [each for each in zip(tensor.shape[:dims], tensor.stride()) if each[0] != 1]
 
 

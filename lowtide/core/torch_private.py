@@ -1,8 +1,9 @@
-"""Bind the private functions of torch that operators use, and say what is done without each.
+"""Bind the private functions of torch that operators use, each with a substitute.
 
-A release of torch may rename them. Each is looked up once, at import, and has a substitute that
+A release of torch may rename these functions. Each is looked up once, at import. Its substitute
 gives the answer for which the caller takes its slower way: more memory, more host time, or the
-definition in chunks, with the same results. Deferred logits and lowtide's tools use others.
+definition in chunks, with the same results. Deferred logits and lowtide's tools use other private
+functions.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def _many_modes() -> int:
 
 
 def _profiled() -> bool:
-    """Assume that a profile is recorded, in which operators are to have their names."""
+    """Assume that a profile is recorded, in which operators must appear by name."""
     return True
 
 
@@ -43,12 +44,12 @@ def _hooks_unknown(_: bool = True) -> tuple[None, None]:
 
 
 def _level_unknown() -> int | None:
-    """Assume that a transform is at work; not in a graph, where torch.compile finds them."""
+    """Assume a transform, except under torch.compile, which finds transforms itself."""
     return None if torch.compiler.is_compiling() else 0
 
 
 def _in_no_transform(_: Tensor) -> bool:
-    """Return False; raise in a transform, whose tensors cannot be told from others."""
+    """Return False; raise inside a transform, where its tensors cannot be told from others."""
     if current_level is not _level_unknown and current_level() is not None:
         raise RuntimeError(
             f"torch {torch.__version__} does not say which tensors a transform of torch.func wraps, and "
@@ -57,15 +58,15 @@ def _in_no_transform(_: Tensor) -> bool:
     return False
 
 
-# Before 2.11 torch.compile cannot read the properties of a NamedTuple, of which the code is full.
+# Before 2.11 torch.compile cannot read the properties of a NamedTuple, which the code uses often.
 TRACES_PROPERTIES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
 UNTRACED = "torch.compile needs torch 2.11 to trace lowtide"
 
 
 def breaks_old_graphs(function: Function) -> Function:
-    """Let graphs of a torch before 2.11 end at a function's call, which then runs eagerly.
+    """End compiled graphs at calls of a function, which runs eagerly, in torch before 2.11.
 
-    There it imports torch.compile, which takes a second or two.
+    In these releases the decorator imports torch.compile, which takes a second or two.
     """
     if TRACES_PROPERTIES:
         return function
@@ -80,12 +81,12 @@ fused_sdp_choice = _find("_fused_sdp_choice")
 keeps_graph = _find("_C._autograd._get_current_graph_task_keep_graph") or _keep_always
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks") or _hooks_unknown
 current_node: Any = _find("_C._current_autograd_node")
-"""Return the node of the graph that backward runs; without it a call goes through an operator."""
+"""Return the node that backward runs; without this function a call goes through an operator."""
 backward_id: Any = _find("_C._current_graph_task_id") or object
-"""Without it each answer is another one: no pass of backward is known to be the one that began."""
+"""Return the number of the pass of backward that runs; the substitute never returns one twice."""
 
 dispatch_modes = _find("_C._len_torch_dispatch_stack") or _many_modes
-"""The number of modes that see each operation, as make_fx's and those of fake tensors do."""
+"""The number of modes that see each operation, such as make_fx's and those of fake tensors."""
 
 function_modes = _find("_C._len_torch_function_stack") or _many_modes
 """The number of modes that see each call of a function."""
@@ -102,7 +103,7 @@ _sdp_order = _find("_C._get_sdp_priority_order") or (lambda: (object(),))
 def sdp_settings() -> tuple[object, ...]:
     """Return the settings by which torch chooses one of its attention kernels.
 
-    Where torch does not tell the order in which it prefers them, no two answers are equal.
+    Where torch does not tell the order in which it prefers kernels, no two answers are equal.
     """
     cuda = torch.backends.cuda
     return (

@@ -1,12 +1,12 @@
-"""Launch kernels, and compile side by side those of a call in which one has to be compiled.
+"""Launch kernels; if one of a call has to be compiled, compile all of them side by side.
 
 `compile_side_by_side` runs a call. Where one of its launches has to compile, the call is rehearsed
 first: the same function runs on tensors without memory, and its launches are only noted. Threads
 compile what was noted, and each launch waits for its own kernel.
 
 A rehearsal launches nothing, allocates nothing on the device, and reads no number. It ends after
-MOST_STEPS. What cannot be rehearsed, or compiled in a thread, is compiled at its launch, which says
-why if it fails.
+MOST_STEPS. A kernel that a rehearsal does not reach, or a thread cannot compile, is compiled at its
+launch, which raises the error if that fails.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 MOST_THREADS = 16
 # Steps of a rehearsal, each of which takes the host 0.1 to 0.25 ms. A call in a small workspace
-# repeats a few kernels for each chunk of tokens or classes; those of its first chunks are all.
+# repeats a few kernels for each chunk of tokens or classes; its first chunks have all of them.
 MOST_STEPS = 4096
 
 
@@ -79,16 +79,17 @@ Rehearsal = Callable[[], list[Launch]]
 _rehearsals: ContextVar[list[Rehearsal] | None] = ContextVar("a call's rehearsal", default=None)
 _noted: ContextVar[list[Any] | None] = ContextVar("the steps of a rehearsal", default=None)
 _compiled: dict[tuple[Any, ...], Future[None] | None] = {}
-"""Kinds of launches, by device: what compiles them, or None where their launch did."""
+"""For each device and kind of launch, the future that compiles it; None if its launch did."""
 
 
 def compile_side_by_side(
     function: Callable[..., Result], *arguments: Any, rehearsal: Callable[..., Any] | None = None
 ) -> Result:
-    """Return function(*arguments), whose kernels are compiled side by side where one has to be.
+    """Return function(*arguments); if a kernel has to be compiled, compile all side by side.
 
-    `rehearsal` is rehearsed in the function's place, if given; it may launch what comes after, too.
-    It must not depend on numbers in the tensors, nor speak to other processes.
+    `rehearsal`, if given, is rehearsed in the function's place; it may also launch what comes after
+    the function. What is rehearsed must not depend on numbers in the tensors, nor communicate with
+    other processes.
     """
     token = _rehearsals.set([partial(rehearse, rehearsal or function, *arguments)])
     try:
@@ -128,7 +129,7 @@ def note(launch: Launch) -> bool:
 
 
 class TooManySteps(Exception):
-    """Report a rehearsal that was ended, with its steps until then."""
+    """Signal that a rehearsal was ended early; `steps` has its steps until then."""
 
     def __init__(self, steps: list[Launch | Operation]) -> None:
         super().__init__(f"a rehearsal of more than {MOST_STEPS} steps")
@@ -156,7 +157,7 @@ def rehearse_steps(
 ) -> tuple[list[Launch | Operation], Result]:
     """Return what function(*arguments) launches and asks of torch, in order, and what it returns.
 
-    Its tensors are placeholders. A longer call than MOST_STEPS raises TooManySteps.
+    Its tensors are placeholders. A call of more than MOST_STEPS steps raises TooManySteps.
     """
     steps: list[Launch | Operation] = _Steps()
     token = _noted.set(steps)
@@ -174,10 +175,10 @@ def _compile(device: int, launches: list[Launch]) -> None:
     if not new:
         return
     for _, (kernel, *_) in new:
-        # Triton makes both at the first use. Keys of its cache on disk depend on the order of
-        # these, so in threads the next process would not find its kernels there.
+        # Triton makes both at the first use. Keys of its cache on disk depend on the order in which
+        # they are made: if threads made them, the next process would not find its kernels.
         _ = kernel.cache_key, kernel.device_caches[device]
-    # The first one finds out what all need. Else each thread would hash the whole compiler.
+    # The first compilation hashes the whole compiler for all; else each thread would do so.
     _compile_one(new[0][1])
     new.sort(key=lambda item: item[1].descriptors, reverse=True)  # GEMMs take longest
     pool = ThreadPoolExecutor(min(MOST_THREADS, len(new), os.cpu_count() or 1))

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# In bytes. Triton compiles a kernel for pointers that are multiples of the first. The second is the
-# widest vector that a kernel chooses to read, 8 numbers of float32.
+# Both are in bytes. Triton compiles a kernel for pointers that are multiples of the first. The
+# second is the widest vector that a kernel chooses to read, 8 numbers of float32.
 ALIGNMENT, WIDEST = 16, 32
 
 
@@ -21,7 +21,7 @@ class Placeholder(Tensor):
     """Stand for a tensor: with its dtype, device and layout, but without memory."""
 
     meta: Tensor
-    """The same on the meta device."""
+    """The same tensor on the meta device."""
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device) -> "Placeholder":
@@ -37,9 +37,9 @@ class Placeholder(Tensor):
         raise NotImplementedError(f"{func} of a tensor without memory, outside a rehearsal")
 
     def data_ptr(self) -> int:
-        """Return an address of no memory, as far from a multiple of WIDEST as the tensor's own is.
+        """Return an address without memory, as far from a multiple of WIDEST as the tensor's own.
 
-        Views of one tensor have addresses in one block, as they would.
+        Views of one tensor get addresses in one block, as real views have.
         """
         block = self.meta.untyped_storage()._cdata
         return int(block * WIDEST + self.meta.data_ptr())
@@ -54,7 +54,7 @@ def placeholder_of(tensor: Tensor) -> Placeholder:
 
 
 class Operation(NamedTuple):
-    """Hold an operation of torch in a rehearsal, and what it was answered by."""
+    """Hold an operation of torch in a rehearsal, and the results that it was given."""
 
     function: Any
     arguments: tuple[Any, ...]
@@ -98,9 +98,9 @@ class WithoutMemory(TorchDispatchMode):
         return map_tensors(lambda each: Placeholder(each, device), results)
 
 
-# Their results have sizes that no argument has. Their arguments are vectors, or a few rows.
+# The results of these have sizes that no argument has. The arguments are vectors, or a few rows.
 OF_OTHER_SIZES = {torch.ops.aten.arange, torch.ops.aten.cat, torch.ops.aten.stack}
-# It returns a view, and its schema does not say so.
+# This operator returns a view, and its schema does not say so.
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 # Sizes in place of real ones: unlike each other, and unlike numbers that an operation may add.
 SIZES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
@@ -109,10 +109,10 @@ SIZES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43)
 def _results_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the results of an operation as tensors on the meta device.
 
-    Torch's kernels for that device are used for views and new tensors alone. Others are in Python,
-    and import SymPy or Dynamo. In their place the operation itself runs on the CPU, on small
-    tensors of ones: a small size stands for each size of the arguments, and is replaced by it in
-    the results.
+    torch's kernels for that device are used only for views and new tensors; its other kernels are
+    in Python, and import SymPy or Dynamo. Any other operation runs on the CPU instead, on small
+    tensors of ones. A small size stands for each size of the arguments, and is replaced by that
+    size in the results.
     """
     tensors = _tensors_in((args, kwargs))
     other_sizes = func.overloadpacket in OF_OTHER_SIZES
@@ -139,7 +139,7 @@ def _results_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _like(tensor: Tensor, shape: Sequence[int], device: str) -> Tensor:
-    """Return memory of this shape, whose dimensions follow each other as the tensor's do."""
+    """Return an empty tensor of this shape, whose dimensions lie in the tensor's order."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     memory = torch.empty([shape[place] for place in order], dtype=tensor.dtype, device=device)
     return memory.permute(sorted(range(tensor.dim()), key=order.__getitem__))

@@ -1,4 +1,4 @@
-"""Tell what a device can run, and hold what every Triton kernel needs of its launch.
+"""Tell what a device can run, and launch Triton kernels.
 
 Modules, in import order (a module imports only from those above it):
 

@@ -1,10 +1,10 @@
 """Tell what a device can run: calls at all, Triton kernels, or Gluon ones (engines/gemm/gluon.py).
 
-Two functions count on the host what a kernel's grid needs. Triton's own of these names serve
-kernels as well, and take 2 microseconds a call (decision 0023).
+`cdiv` and `next_power_of_2` compute on the host what a kernel's grid needs. Triton's functions of
+these names serve kernels as well, and take 2 microseconds a call (decision 0023).
 
 Gluon is part of Triton, is marked as experimental, and has renamed things between releases.
-Therefore it is imported only where `pipelines_on` returns True.
+Therefore Gluon is imported only where `pipelines_on` returns True.
 """
 
 import functools
@@ -24,7 +24,7 @@ KNOWN = ((3, 6), (3, 9))  # first and last Triton release with the functions tha
 # GEMMs of 17 GFLOP (2,048 tokens in 64 MiB) took 44 ms instead of 16.
 FEWEST = 1 << 39  # decision 0039
 
-# Most rows of one GEMM that forms dX. cuBLAS divides taller ones less well: 5120 rows of 4096
+# Most rows of one GEMM that forms dX. cuBLAS divides taller GEMMs less well: 5120 rows of 4096
 # features, accumulated over 128k classes, make a step 2 % slower as one GEMM (decision 0032).
 PRODUCT_ROWS = 2048
 
@@ -68,8 +68,8 @@ def tma_compatible(*tensors: Tensor) -> bool:
 def marked_constant(function: Function) -> Function:
     """Let compiled graphs take the function's result as a constant, untraced.
 
-    It must depend on machine and process alone. torch.compiler.assume_constant_result sets the same
-    mark, but imports all of torch.compile.
+    The result must depend on machine and process alone. torch.compiler.assume_constant_result sets
+    the same mark, but imports all of torch.compile.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function

@@ -1,8 +1,8 @@
-"""Launch a Triton kernel again without what its first launch has to find out.
+"""Launch a Triton kernel again without repeating what its first launch found out.
 
 For each launch Triton describes every argument, and looks the compiled kernel up by all of the
 descriptions. That takes the host 20 to 60 microseconds, and a small call waits for it.
-`remember_launches` looks a kernel up by less, and passes addresses in place of tensors.
+`remember_launches` looks a kernel up by fewer facts, and passes addresses in place of tensors.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,16 @@ from triton.runtime.jit import JITFunction
 from lowtide.core.compile_ahead.launches import Launch, in_rehearsal, launch, note
 from lowtide.core.compile_ahead.placeholders import ALIGNMENT
 
-# Compiled kernels that each function remembers, by the sizes that it was called with. With more it
-# begins again.
+# Most launches that a kernel remembers. At this number it forgets all of them, and begins again.
 MOST_LAUNCHES = 512
 INTEGERS = frozenset({int})
 
 
 def remember_launches(kernel: Any) -> Any:
-    """Return the kernel, or in its place what remembers its launches.
+    """Return an object that launches the kernel, and remembers launches of a compiled one.
 
-    It is launched as before, by `kernel[grid](*arguments, **constants)`: what varies is passed by
-    position, constants and options by keyword.
+    The object is launched like the kernel, by `kernel[grid](*arguments, **constants)`: what varies
+    is passed by position, constants and options by keyword.
     """
     return (RememberedKernel if isinstance(kernel, JITFunction) else InterpretedKernel)(kernel)
 
@@ -48,7 +47,7 @@ class InterpretedKernel:
 
 
 class RememberedKernel:
-    """Hold a kernel, and what its launches need, by what their arguments have in common."""
+    """Hold a kernel, and what each launch needs, by what `describe` returns of its arguments."""
 
     def __init__(self, kernel: JITFunction) -> None:
         self.kernel = kernel
@@ -93,19 +92,19 @@ def is_launched_by_handle(compiled: Any) -> bool:
 
 
 def constants_in_order(kernel: JITFunction, arguments: int, constants: dict[str, Any]) -> list[Any]:
-    """Return the values that follow a kernel's arguments."""
+    """Return the values of a kernel's constants, which follow its arguments."""
     rest = kernel.params[arguments:]
     assert all(each.is_constexpr for each in rest), "pass what varies by position"
     return [constants[each.name] for each in rest]
 
 
 def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
-    """Return what a compiled kernel depends on, and the values to pass; None if that is not known.
+    """Return what a compiled kernel depends on, and the values to pass; None if unknown.
 
     Triton compiles a kernel for the dtype of each pointer, for pointers that are multiples of 16 or
     not (here all are), for integers that are 1, multiples of 16, or need 64 bits (here each value
-    counts, in tuples too), and for the dtype and the box of a tensor descriptor, of Gluon also the
-    layout.
+    counts, in tuples too), and for the dtype and the box of a tensor descriptor, and in Gluon for
+    its layout.
     """
     key: list[Any] = []
     values: list[Any] = []
@@ -133,7 +132,7 @@ def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
 
 
 def watched() -> bool:
-    """Return True if somebody watches launches, as Triton's profiler does."""
+    """Return True if a hook watches launches, such as that of Triton's profiler."""
     runtime = triton.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

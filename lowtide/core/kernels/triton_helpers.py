@@ -27,7 +27,7 @@ def tanh_and_room(x):
 def slope_of_tanh(room):
     """Return 1 - tanh^2 from room = 1 - |tanh|.
 
-    Computed as a difference it would lose its digits where the cap is reached.
+    Computed as this difference, the slope would lose its digits where the cap is reached.
     """
     return room * (2.0 - room)
 
@@ -53,11 +53,12 @@ def _scale_kernel(
 def launch_scaling(out: Tensor, tensor: Tensor, factor: Tensor, second: Tensor | None = None) -> None:
     """Write factor * second * tensor to out, computed in float32 and rounded once.
 
-    Both tensors are contiguous, and out may be the tensor itself. No second factor stands for 1.
+    Both tensors are contiguous, and out may be the tensor itself. A second factor of None stands
+    for 1.
     """
     count, block = tensor.numel(), 4096
     if count:
-        # So few programs that the launch ends at once where the factor is 1.
+        # Launch so few programs that they end at once where the factor is 1.
         grid = (min(cdiv(count, block), 2048),)
         in_place = out.data_ptr() == tensor.data_ptr()
         _scale_kernel[grid](tensor, factor, second, out, count, IN_PLACE=in_place, BLOCK=block, num_warps=8)

@@ -1,4 +1,4 @@
-"""Record what a function does with its tensors, and do it again for tensors that are alike.
+"""Record what a function does with its tensors, and repeat that for tensors that are alike.
 
 Modules, in import order (a module imports only from those above it):
 

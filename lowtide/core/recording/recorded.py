@@ -1,13 +1,13 @@
-"""Record what a function does with its tensors, and do it again for tensors that are alike.
+"""Record what a function does with its tensors, and repeat that for tensors that are alike.
 
-What a function decides by shapes, strides and dtypes, it decides alike in each call of a training
-run, and to decide takes the host longer than to launch. So the function is rehearsed on tensors
-without memory (core/compile_ahead), and what it allocates, launches and asks of torch becomes a
-list of steps. Calls that are alike go through the list: a view that only launches read is an
+A function that decides by shapes, strides and dtypes decides the same in each call of a training
+run, and deciding takes the host longer than launching. So the function is rehearsed on tensors
+without memory (core/compile_ahead), and its allocations, launches and torch operations become a
+list of steps. Calls that are alike run this list. In it, a view that only launches read is an
 address, and memory is freed after the last step that reads it.
 
 A function that is recorded changes no tensor that it is given. It depends on nothing but shapes,
-strides, dtypes, devices and alignment, and on what its caller tells calls apart by.
+strides, dtypes, devices and alignment, and on the `likeness` that its caller passes.
 """
 
 import contextlib
@@ -42,10 +42,10 @@ from lowtide.core.recording.steps import (
     layout_of,
 )
 
-# Recordings of a function. With more it begins again.
+# Most recordings of a function. At this number it drops all of them, and begins again.
 MOST = 64
-# The call of its kind that is recorded. A recording takes the host as long as 40 to 70 calls save,
-# so sizes that come a few times, as of sequences of any length, would never pay for theirs.
+# Which call of a likeness is recorded. A recording takes the host as long as 40 to 70 calls save.
+# So sizes that come a few times, as with sequences of any length, would never pay for one.
 RECORDED_CALL = 8
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -60,8 +60,8 @@ Step = AllocationStep | Question | Start
 Results = Sequence[Tensor | None]
 
 
-class RecordedFunction:
-    """Hold a function of tensors, and its recordings by what the tensors have in common."""
+class Recorded:
+    """Hold a function of tensors, and a recording for each likeness of its calls."""
 
     def __init__(self, function: Callable[..., Results]) -> None:
         self.function = function
@@ -70,10 +70,10 @@ class RecordedFunction:
         """Counts the calls of each likeness until it is recorded."""
 
     def __call__(self, likeness: Hashable, *tensors: Tensor | None) -> Results:
-        """Return function(*tensors), computed on the current device, which has the tensors.
+        """Return function(*tensors), computed on the current device, where the tensors are.
 
-        `likeness` tells calls apart that differ in what the function depends on, but for where
-        tensors begin. torch has `torch_private.below_autograd`.
+        `likeness` must differ for calls that differ in anything that the function depends on,
+        except where tensors begin. This torch must have `torch_private.below_autograd`.
         """
         likeness = likeness, _alignment(tensors)
         if likeness not in self.known and self._comes_often(likeness):
@@ -101,7 +101,7 @@ class RecordedFunction:
 
 
 def _alignment(tensors: Sequence[Tensor | None]) -> Hashable:
-    """Return where tensors begin, as far as launches depend on it; None if it is where most do."""
+    """Return where tensors begin, as far as launches depend on it; None if all are aligned."""
     begins = 0
     for each in tensors:
         if each is not None:
@@ -112,7 +112,7 @@ def _alignment(tensors: Sequence[Tensor | None]) -> Hashable:
 
 
 class Recording(NamedTuple):
-    """Hold the steps of a call, and after each the memories that no other step reads."""
+    """Hold the steps of a call, each with the memories that no later step reads."""
 
     steps: list[tuple[Step, tuple[int, ...]]]
     memories: int
@@ -152,8 +152,8 @@ class _Recorder:
         self.places: dict[int, int] = {}
         """The number of each memory of the rehearsal."""
         self.begins: list[int] = []
-        """Where the tensor that each memory was made for begins, in bytes; and its layout."""
-        self.layouts: list[MemoryLayout | None] = []
+        """Where the first tensor of each memory begins, in bytes; `layouts` has its layout."""
+        self.layouts: list[Layout | None] = []
 
     def recording(self) -> Recording:
         for each in self.given:
@@ -177,7 +177,7 @@ class _Recorder:
         self.begins.append(0 if tensor is None else _first_byte(tensor))
 
     def _make_as_returned(self) -> None:
-        """Let memory that is allocated, and returned as a view of it all, be made as that view."""
+        """Allocate memory in the layout of the result, if a result is a view of all of it."""
         allocated = {
             self.places[_memory_of(note.results)]
             for note in self.notes
@@ -246,12 +246,12 @@ class _Recorder:
 
 
 def _new_tensors(note: Launch | Operation) -> Iterator[Tensor]:
-    """Yield what an operation returns in memory of its own."""
+    """Yield the tensors that an operation returns in new memory."""
     if isinstance(note, Launch) or note.function is UNSAFE_VIEW:
         return
     if not any(each.alias_info for each in note.function._schema.returns):
         results = note.results if isinstance(note.results, (list, tuple)) else (note.results,)
-        yield from (each for each in results if isinstance(each, Tensor))  # not a dtype, as a number
+        yield from (each for each in results if isinstance(each, Tensor))  # a result may also be a number
 
 
 def _writes(note: Operation) -> bool:

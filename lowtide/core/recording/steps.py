@@ -1,4 +1,4 @@
-"""Take the steps of a recording (recorded.py): allocate, launch, and ask torch."""
+"""Define the steps of a recording (recorded.py): allocations, launches, torch operations."""
 
 import copy
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from lowtide.core.compile_ahead.launches import launch
 from lowtide.core.kernels.launch import constants_in_order, is_launched_by_handle
 
 Memories = list[Any]
-"""The tensors of a run, given and made; None for those that are not there yet, or no more."""
+"""The tensors of a run, given and made; None for those not made yet, or freed already."""
 
 
 class Unlike(Exception):
-    """Tell that an operation returned another layout than in the rehearsal."""
+    """Signal that an operation returned another layout than in the rehearsal."""
 
 
 class MemoryLayout(NamedTuple):
@@ -38,10 +38,10 @@ class Part(NamedTuple):
 
     memory: int
     offset: int
-    """In bytes, from where the memory's tensor begins."""
-    layout: MemoryLayout
+    """The offset in bytes from where the memory's tensor begins."""
+    layout: Layout
     whole: bool
-    """True if it is the memory's tensor itself."""
+    """True if the part is the memory's tensor itself."""
 
     def tensor(self, memories: Memories) -> Tensor:
         memory: Tensor = memories[self.memory]
@@ -60,7 +60,7 @@ class Box(NamedTuple):
 
     part: Part
     descriptor: Any
-    """Without its tensor."""
+    """The descriptor, without its tensor."""
 
     def described(self, memories: Memories) -> Any:
         made = copy.copy(self.descriptor)
@@ -69,8 +69,8 @@ class Box(NamedTuple):
 
 
 @dataclass(slots=True)
-class AllocationStep:
-    """Make memory."""
+class Allocation:
+    """Allocate memory."""
 
     memory: int
     layout: MemoryLayout
@@ -86,13 +86,13 @@ class AllocationStep:
 
 @dataclass(slots=True)
 class Question:
-    """Ask torch for an operation."""
+    """Run an operation of torch."""
 
     function: Any
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     results: tuple[Part, ...]
-    """New tensors; none if the operation writes to its arguments."""
+    """The new tensors; none if the operation writes to its arguments."""
 
     def run(self, memories: Memories, stream: int | None) -> None:
         found = self.function(*_filled(self.arguments, memories), **_filled(self.options, memories))
@@ -117,9 +117,9 @@ class Start:
     constants: dict[str, Any]
     compiled: Any = None
     values: list[Any] = field(default_factory=list)
-    """What the handle takes; tensors are put into their places."""
+    """The values that the handle takes; each launch fills in the tensors' addresses."""
     tensors: list[tuple[int, int, int]] = field(default_factory=list)
-    """Place among the values, memory, offset."""
+    """For each tensor: its place among the values, its memory and its offset."""
     others: list[tuple[int, Any]] = field(default_factory=list)
     """Places of values that are tuples of tensors, or tensor descriptors."""
 
