@@ -11,7 +11,7 @@ Modules, in the order of imports:
 * ranks: the first of many ranks, in one process.
 * fsdp: a model sharded by FSDP2.
 * tensor_parallel: a model's layers and classes divided by its tp_plan.
-* tracker: the bytes held, by category, and their peak.
+* tracker: the bytes that a step holds, by category, and their peak.
 * step: one step on fake tensors.
 * training: the same step with data, and its peak on a CUDA device.
 * report: estimates as a table and as a picture.

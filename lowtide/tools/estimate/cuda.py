@@ -112,7 +112,7 @@ def _float32(tensor: Tensor) -> Tensor:
 class OperatorMemory(TorchDispatchMode):
     """Add the memory that operators hold while they run.
 
-    Enter it after the tracker, so that the tracker sees its allocations.
+    Enter this mode after the tracker, so that the tracker sees its allocations.
     """
 
     def __init__(self, classes: int, device: str = "cuda") -> None:

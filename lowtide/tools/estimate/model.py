@@ -111,7 +111,7 @@ def _from_file(setting: Setting) -> EstimatedModel:
             f"{path}: transformers builds no {kind} with these values ({_in_a_line(problem)})"
         ) from problem
     if setting.checkpointing:
-        # The second name is that before transformers 5.20 or so.
+        # Before transformers 5.20 or so the method has the second name.
         enable = (
             getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
         )
@@ -147,7 +147,7 @@ def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
 
 
 def _in_a_line(problem: BaseException) -> str:
-    """Return the reason of an error in one line; a failed check of a config is its cause."""
+    """Return the reason of an error in one line; for a failed check of a config, its cause."""
     reason = problem.__cause__ or problem
     words = (
         str(reason) if isinstance(reason, (TypeError, ValueError)) else f"{type(reason).__name__}: {reason}"
@@ -197,7 +197,7 @@ def fake(setting: Setting) -> EstimatedModel:
 def masks_as_on_data(module: nn.Module) -> Iterator[None]:
     """Keep Transformers from making a mask [T, T] within this block, where none is needed.
 
-    It would make one for fake tensors, whose positions it cannot read.
+    Transformers would make one for fake tensors, because it cannot read their positions.
     """
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
         yield
@@ -209,7 +209,7 @@ def masks_as_on_data(module: nn.Module) -> Iterator[None]:
     def without_packing(*args: Any, **options: Any) -> Any:
         return mask(*args, **options | {"allow_is_causal_skip": True})
 
-    # An override of the registered function; deleting it restores that.
+    # This overrides the registered function; deleting the override restores that function.
     masks["sdpa"] = without_packing
     try:
         yield

@@ -31,7 +31,7 @@ def stay_offline() -> None:
 
 
 def plain(content: Any) -> Any:
-    """Return the config without such names, at any depth."""
+    """Return the config without entries that name anything elsewhere, at any depth."""
     if isinstance(content, dict):
         return {name: plain(value) for name, value in content.items() if not _elsewhere(name, value)}
     return [plain(each) for each in content] if isinstance(content, list) else content

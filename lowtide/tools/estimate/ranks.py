@@ -1,4 +1,4 @@
-"""Make one process the first of many ranks, the others of which do not exist.
+"""Make one process the first of many ranks; the other ranks do not exist.
 
 torch's fake process group moves nothing.
 """
@@ -44,10 +44,10 @@ def mesh_of(setting: Setting, name: str) -> Any:
 
 @contextlib.contextmanager
 def _hidden() -> Iterator[None]:
-    """Hide from all modes what DTensor and meshes compute for themselves, and no rank holds.
+    """Hide from all modes the tensors of DTensor and meshes that a real rank does not hold.
 
-    DTensor learns the shape of a result from tensors of the whole size, which are fake on real
-    ranks, too. A mesh computes with the numbers of its ranks, in a tensor that is real.
+    DTensor finds the shape of a result with tensors of the whole size, which are fake on real
+    ranks, too. A mesh computes with the numbers of its ranks, which are in a real tensor.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator

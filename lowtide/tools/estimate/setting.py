@@ -32,14 +32,14 @@ class Optimizer(str, Enum):
     adafactor = "adafactor"
 
     def of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer, fused where torch has that: no temporaries of the model's size."""
+        """Return the optimizer, fused where torch can: no temporaries of the model's size."""
         by_kind = sorted(parameters, key=is_dtensor)
-        # Apart, for torch's operations take no lists of divided and whole parameters.
+        # In groups: torch's operations take no list of both divided and whole parameters.
         groups = [{"params": [*each]} for _, each in groupby(by_kind, is_dtensor)]
         if self is Optimizer.adamw:
             return torch.optim.AdamW(groups, fused=True)
         if self is Optimizer.sgd:
-            fused = not any(map(is_dtensor, by_kind))  # for which torch has no fused one
+            fused = not any(map(is_dtensor, by_kind))  # torch has no fused SGD for DTensors
             return torch.optim.SGD(groups, lr=1e-3, momentum=0.9, fused=fused)
         return torch.optim.Adafactor(groups, foreach=False)
 

@@ -34,7 +34,7 @@ class Estimate:
     logits: int  # Bytes of one copy, in the dtype of the products.
     hidden: int  # Bytes of one hidden state before every layer, which checkpointing keeps.
     parameters: int
-    device: str = field(default="", compare=False)  # The one that is assumed, in words.
+    device: str = field(default="", compare=False)  # The device that is assumed, in words.
 
     @property
     def peak(self) -> int:
@@ -63,7 +63,7 @@ def estimate(
         stack.enter_context(_errors_are_raised_alone())
         if setting.ranks > 1:
             stack.enter_context(imagined(setting))
-            # The logits that a tp_plan gathers; nothing here changes them in place.
+            # This warns of the logits that a tp_plan gathers; nothing here changes them in place.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         stack.enter_context(FakeTensorMode())
@@ -164,8 +164,8 @@ def _differentiate(
         loss = model.loss(tokens_BT)
     tracker.start("backward")
     report("backward")
-    # From an edge: Functions would intercept the tensor's backward, which would then run without
-    # it.
+    # Start from an edge: Functions would intercept loss.backward(), which would then run without
+    # Functions.
     root, upstream = get_gradient_edge(loss), torch.ones_like(loss)
     del loss
     torch.autograd.backward(root, upstream)

@@ -14,7 +14,7 @@ from lowtide.tools.estimate.tracker import CATEGORIES
 
 OUT_OF_MEMORY = "out of memory"
 SETTING = ("model", "batch", "length", "dtype", "optimizer", "checkpointing", "workspace")
-RANKS = ("fsdp", "shard_head", "tp")  # Columns that older files lack; those are of one rank.
+RANKS = ("fsdp", "shard_head", "tp")  # Older files lack these columns, and are of one rank.
 HELD = {category: f"{category}_bytes" for category in CATEGORIES}
 OWN = ("loss", *HELD.values(), "when", "measured_bytes", "copy_of_logits", "hidden_states", "parameters")
 COLUMNS = (*ENVIRONMENT, *SETTING, *RANKS, *OWN)

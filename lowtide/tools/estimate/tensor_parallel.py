@@ -58,7 +58,7 @@ def _styles() -> dict[str, Any]:
         "rowwise_rep": splits,
         "embedding_rowwise": splits,
         "replicate": None,
-        "replicated_with_grad_allreduce": None,  # in place, beside what is held
+        "replicated_with_grad_allreduce": None,  # its all-reduce is in place, and holds nothing more
     }
 
 
@@ -73,7 +73,7 @@ def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
 
 
 def _tie(first: tuple[nn.Module, str], others: list[tuple[nn.Module, str]], setting: Setting) -> None:
-    """Make the parameter at the first place that at the others, which torch divides one by one."""
+    """Put the parameter of the first place at the others: torch has divided each on its own."""
     kept = _at(first)
     for other in others:
         if _placements(_at(other)) != _placements(kept):

@@ -1,4 +1,4 @@
-"""Track the bytes that are held, and their peak: every storage from its operator to its end.
+"""Track the bytes that are held, and their peak, from the making of each storage to its end.
 
 torch's own MemTracker does the same by module. It cannot tell logits from other activations, and
 knows only its own categories (decision 0029).
@@ -32,9 +32,9 @@ GRAIN = 512  # The unit in which CUDA's caching allocator counts.
 class Tracker(TorchDispatchMode):
     """Track bytes by category in `held` and `peak` while active; `when` is the phase of the peak.
 
-    A new storage with the shape of a weight is a gradient, or in a shorter dtype autocast's copy of
-    the weight. Any other belongs to the logits if one of its dimensions is the number of classes,
-    and else is an activation. Temporaries count by their shape.
+    A new storage with the shape of a weight counts as a gradient, or, if its dtype is shorter, as
+    autocast's copy of the weight. Any other storage counts as logits if one of its dimensions is
+    the number of classes, and else as an activation. Temporaries count by their shape.
     """
 
     def __init__(self, module: nn.Module, classes: int) -> None:
@@ -75,7 +75,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each.__name__ == "DTensor" for each in types):
-            return NotImplemented  # it calls operators on its local tensors, which come here
+            return NotImplemented  # the DTensor calls operators on its local tensors, which come here
         results = func(*args, **kwargs or {})
         for each in tree_leaves(results):
             if isinstance(each, Tensor) and not each.is_meta and each.untyped_storage() not in self._known:
@@ -87,7 +87,7 @@ class Tracker(TorchDispatchMode):
         return results
 
     def __enter__(self) -> "Tracker":
-        # FSDP2 frees a gathered weight by its storage's size, which is no operator.
+        # FSDP2 frees a gathered weight by resizing its storage, which is not an operator.
         self._resize, tracker = torch.UntypedStorage.resize_, self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -107,7 +107,7 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*error)
 
     def _compare(self) -> None:
-        """Keep what is held if it is the most so far."""
+        """Keep the bytes that are held now if they are the most so far."""
         if sum(self.held.values()) > sum(self.peak.values()):
             self.peak, self.when = dict(self.held), self.phase
 

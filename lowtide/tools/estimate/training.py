@@ -20,7 +20,7 @@ def training(
 ) -> Iterator[tuple[Callable[[], None], EstimatedModel, torch.optim.Optimizer]]:
     """Yield a step, its model and its optimizer, for use within the block.
 
-    The first step makes the optimizer's states, and compiles.
+    The first step makes the optimizer's states, and compiles kernels.
     """
     with torch.device(device), contextlib.ExitStack() as stack:
         model = build(setting)
