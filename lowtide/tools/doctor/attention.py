@@ -30,7 +30,7 @@ class Mask(str, Enum):
     CAUSAL_BLOCKS = "causal-blocks"
 
     def of(self, M: int, N: int) -> attn_bias.AttentionBias:
-        """Return such a mask, with a single sequence where several are possible."""
+        """Return this mask, with a single sequence where several are possible."""
         if self is Mask.CAUSAL:
             return attn_bias.LowerTriangularMask()
         if self is Mask.CAUSAL_FROM_BOTTOM_RIGHT:
@@ -50,13 +50,13 @@ class Layout(str, Enum):
 class AskedAttentionCall:
     """Describe a call of memory_efficient_attention.
 
-    With the layout BHMK it is one of scaled_dot_product_attention.
+    With the layout BHMK this is a call of scaled_dot_product_attention instead.
     """
 
     B: int = 1
     M: int = 4096
     N: int | None = None
-    """None for M; in the same way G defaults to H and E to K."""
+    """None means M; likewise, None means H for G, and K for E."""
     H: int = 16
     G: int | None = None
     K: int = 64
@@ -115,7 +115,7 @@ class AskedAttentionCall:
     def _there(self, tensor: Tensor) -> Tensor:
         """Return a tensor like this on the device, which this machine may lack.
 
-        torch makes no views of such a tensor.
+        torch makes no views of a tensor on a device that is missing.
         """
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
 

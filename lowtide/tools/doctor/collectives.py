@@ -1,6 +1,6 @@
-"""Say what a call of a head divided over ranks moves: docs/howto/divided_head.md in figures.
+"""Count what a call of a head divided over ranks moves (docs/howto/divided_head.md explains it).
 
-Shapes: N tokens of all ranks, with those that fill up ranks that have fewer; D features.
+Shapes: N tokens of all ranks, padded to the same number on each; D features.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ INDEX_BYTES = 8
 
 
 class Collective(NamedTuple):
-    """Hold what is issued `times` times in a step, with the bytes of a rank's part in all."""
+    """Hold a collective that a step issues `times` times; `bytes` is one rank's part, in all."""
 
     kind: str
     what: str
@@ -40,17 +40,18 @@ def collectives(
     """Return the collectives of a call and, if it has gradients, of its backward.
 
     Args:
-        plan: of a rank that has the most tokens; its options say how the classes are divided.
-        tokens: those of all ranks; no row is ignored.
-        rank_tokens: the most that a rank passes.
+        plan: the plan of a rank that has the most tokens; its options say how the classes are
+            divided.
+        tokens: the number of tokens of all ranks; none of them is ignored.
+        rank_tokens: the most tokens that a rank passes.
         features: D.
-        chunk: the tokens of a chunk, of all ranks.
+        chunk: the number of tokens of a chunk, of all ranks together.
         row_weight: True if the call has row weights.
-        compared: the tensors that must be equal on all ranks and lie on a device.
+        compared: the number of tensors on a device that must be equal on all ranks.
     """
     options, kind = plan.options, plan.call_kind
     own, ranks, number = options.tokens_sharded, options.ranks, options.sum_dtype.itemsize
-    # Class probabilities hold weights and smoothing themselves.
+    # Class probabilities already include weights and smoothing.
     weights = kind.class_weights and not kind.probabilities
     smoothing = options.label_smoothing > 0 and not kind.probabilities
     n = rank_tokens
@@ -60,7 +61,7 @@ def collectives(
     again = plan.needs_grad.some and (options.reduction == "none" or kind.log_probs)
     calls = 1 + again
     agreements = calls * (2 if own and tokens % ranks else 1)
-    # Each row's statistics and upstream gradient; of log-probabilities, that of log_prob alone.
+    # Each row has statistics and an upstream gradient; for log-probabilities, log_prob's alone.
     excluding = options.engine in EXCLUDING
     vectors = calls * row_weight + (3 + kind.log_probs + excluding) * again
     totals = smoothing and (weights or not excluding)

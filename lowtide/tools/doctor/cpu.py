@@ -29,7 +29,7 @@ def cpu() -> dict[str, str]:
 
 
 def _units() -> str:
-    """Return the units that torch finds; their names are private to it, and may change."""
+    """Return the units that torch finds, by functions private to torch, whose names may change."""
     known = {name: getattr(torch.cpu, function, None) for name, function in UNITS.items()}
     if not any(known.values()):
         return "unknown to this torch"

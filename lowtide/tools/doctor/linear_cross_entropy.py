@@ -47,8 +47,8 @@ KERNELS = {
 class AskedLossCall:
     """Hold what the plan of a call depends on, by the names of the function's arguments.
 
-    A z-loss, row weights and a logit scale that is a number change nothing in it. N and V count the
-    tokens and classes of all ranks.
+    A z-loss, row weights and a logit scale that is a number do not change the plan. N and V count
+    the tokens and classes of all ranks.
     """
 
     N: int
@@ -171,7 +171,7 @@ class AskedLossCall:
         chunks = -(-tokens // rows) if tokens else 0
         found = {"engine": plan.engine, "kernels": KERNELS.get(plan.engine, "Triton")}
         reasons = choose_engine(self._given()).reasons
-        # Engines of the other kind of target and of the other device go without saying.
+        # Say only why the usual engine for this target and device is not taken.
         other = "soft_targets" if self.probabilities is not None else "exponentials"
         if self.device == "cpu" and plan.backend == "torch":
             other = "cpu_exponentials"
@@ -206,8 +206,8 @@ class AskedLossCall:
     def predicted(self, ignored: float = 0.0) -> tuple[float, float] | None:
         """Return the predicted seconds of loss and gradients, and their ratio to the aligned floor.
 
-        None where no model knows the call. `ignored` is the share of ignored rows. The host keeps
-        ahead of the card.
+        Return None where no model covers the call. `ignored` is the share of ignored rows. The
+        prediction assumes that the host keeps ahead of the card.
         """
         head, options, call_kind, _ = self._given()
         with FakeTensorMode(), torch.no_grad():
@@ -225,7 +225,7 @@ class AskedLossCall:
         return max(1, min(rows // self.ranks, self.own_tokens)) * self.ranks
 
     def divided(self) -> str:
-        """Return what a rank has and what it moves, in a line."""
+        """Return in one line what a rank has, and what it moves."""
         tokens = f"{self.own_tokens:,} of {self.N:,} tokens" if self.tokens_sharded else "all tokens"
         classes = f"{self.own_classes:,} of {self.V:,} classes"
         if self.segments:
