@@ -1,8 +1,8 @@
-"""Compute with parameters that FSDP2 shards: gather them once, and reduce their gradients.
+"""Compute with parameters that FSDP2 shards: gather them once, and have their gradients reduced.
 
 FSDP2 gathers the parameters of a unit (a module after fully_shard) in hooks around its forward, and
-reduces their gradients after its backward. Code that multiplies by a unit's parameter elsewhere
-finds a DTensor that is sharded over the data-parallel ranks.
+reduces their gradients behind it. What multiplies by a unit's parameter elsewhere finds a DTensor
+that is sharded over the data-parallel ranks.
 
 All names of torch's FSDP2 that are not public are in this file.
 """
@@ -33,7 +33,7 @@ class Sharded(NamedTuple):
     name: str
 
     def gathered(self) -> Tensor:
-        """Return the whole parameter; to be called within a forward method of the unit."""
+        """Return the whole parameter, within a forward method of the unit."""
         found: Tensor = getattr(self.module, self.name)
         return found
 
@@ -48,8 +48,9 @@ def run_in_unit(unit: Any, inputs: tuple[Tensor, ...], run: Callable[..., Any]) 
     """Return run(*inputs) as a forward method of the unit, with its parameters gathered."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    # torch frees a unit's parameters after forward, except those of the root unit, which backward
-    # needs at once. Backward needs the head's at once too; without the same exception here they
+    state = unit._get_fsdp_state()
+    # torch frees a unit's parameters after forward. It makes an exception for the root unit, whose
+    # parameters backward needs at once. So does the head's backward; without the exception they
     # would be gathered twice (decision 0011).
     if state._auto_reshard_after_forward:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -64,9 +65,9 @@ def run_in_unit(unit: Any, inputs: tuple[Tensor, ...], run: Callable[..., Any]) 
         results.append(run(*cast))
         return results[0]
 
-    # The unit's hooks cast the tensors among the method's arguments, and look at these and at the
-    # result. They also cast the result to the policy's output_dtype, which would round a loss. That
-    # copy is not used: the hooks that gather for backward are on the result itself.
+    # The hooks cast the tensors among the method's arguments, and look at them and at its result.
+    # They also cast the result to the policy's output_dtype, which would round a loss: that copy is
+    # left, for the hooks that gather for backward are on the result itself.
     setattr(unit, METHOD, method)
     try:
         register_fsdp_forward_method(unit, METHOD)
@@ -74,7 +75,7 @@ def run_in_unit(unit: Any, inputs: tuple[Tensor, ...], run: Callable[..., Any]) 
     finally:
         delattr(unit, METHOD)
     if not torch.is_grad_enabled():
-        unit.reshard()  # no backward will, and a parameter left gathered misses the optimizer's step
+        unit.reshard()  # no backward does it, and what stays gathered misses the optimizer's step
     return results[0]
 
 
@@ -88,28 +89,13 @@ def find_sharded(parameter: Any) -> Sharded | None:
     return None
 
 
-def find_left_gathered(parameter: Any) -> Any:
-    """Return the unit of a parameter that is gathered although the unit's forward does not run.
-
-    A root unit leaves its parameters gathered after forward, and so does a unit that is set not to
-    reshard. For any other parameter return None.
-    """
-    if torch.compiler.is_compiling() or not isinstance(parameter, nn.Parameter):
-        return None
-    for unit, each in _parameters():
-        # `_unsharded_param` exists only after the parameter was gathered once.
-        if getattr(each, "_unsharded_param", None) is parameter:
-            return unit if unit._get_fsdp_state()._training_state.name == "IDLE" else None
-    return None
-
-
 def expect_gradients(parameters: Iterable[Any], result: Any) -> None:
-    """Make the backward of a result gather and reduce the units of these parameters.
+    """Let the backward of a result, computed outside of a unit's hooks, gather and reduce the unit.
 
-    The result was computed outside of the units' hooks. Without this function a gradient is lost if
-    no other result of the unit takes part in that backward, or if the part of such a result has
-    already run. The inputs get no hook: if an input comes from the unit itself, its hook would
-    reduce and free the unit halfway.
+    This concerns a unit that is gathered although its forward does not run: a root unit is left so,
+    and one that is not resharded after forward. Without this a gradient is lost if no other result
+    of the unit takes part in that backward, or if one did before. The inputs get no hook: theirs
+    would reduce and free the unit halfway, if they come from it themselves.
     """
     for unit, gathered in {unit: each for unit, each in map(_find_gathered, parameters) if unit}.items():
         state = unit._get_fsdp_state()
@@ -153,9 +139,9 @@ def _end_forward(state: Any, record: Any) -> bool:
 def gathers_head(function: Function) -> Function:
     """Let a function of (input, linear_weight, target, *, linear_bias) take sharded parameters.
 
-    The function then runs as a forward method of the unit, with one all-gather before it, and one
-    reduce-scatter of the gradients after its backward. If the unit is gathered already, its
-    backward is told to expect gradients.
+    It then runs as a forward method of the unit: one all-gather before it, and one reduce-scatter
+    of the gradients behind its backward. Of a unit that is gathered already, backward learns that
+    gradients come.
     """
 
     @functools.wraps(function)
@@ -196,7 +182,7 @@ def gathers_head(function: Function) -> Function:
 
 
 def reshaped(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a parameter with its first dimension in this shape; it still counts as a parameter."""
+    """Return a parameter with its first dimension in this shape, which still counts as one."""
     found: Tensor = parameter.unflatten(0, shape)
     if is_dtensor(parameter) and is_parameter(parameter) and not torch.compiler.is_compiling():
         setattr(found, RESHAPED, True)
@@ -208,10 +194,10 @@ def is_parameter(tensor: Any) -> bool:
 
 
 def refuse_derived(name: str, tensor: Any) -> None:
-    """Raise for a DTensor that is computed (by detach(), say) from a parameter that FSDP2 shards.
+    """Raise for a DTensor that is computed from a parameter that FSDP2 shards, as by detach().
 
-    It has the placements of a tensor-parallel weight, whose ranks have the same tokens, and would
-    be taken for one. A copy with the mark of lowtide.shard_head would not be, and is accepted.
+    Its placements are those of a tensor-parallel weight, whose ranks have the same tokens. A copy
+    that bears the mark of lowtide.shard_head is known not to be one.
     """
     if torch.compiler.is_compiling() or not is_dtensor(tensor):
         return
@@ -248,12 +234,12 @@ def check_gathered(name: str, parameter: Tensor) -> None:
 
 
 def refuse_unreduced(name: str, tensor: Any) -> None:
-    """Raise for a tensor that is computed from `parameter.full_tensor()` of a sharded parameter.
+    """Raise for what is computed from `parameter.full_tensor()` of a parameter that is sharded.
 
-    The parameter's gradient would be this rank's alone, because torch assumes that all ranks have
-    the same gradient. This holds for parameters of FSDP2 and of lowtide.shard_head.
+    Its gradient would be this rank's alone: torch assumes that each rank has the same. So it is for
+    the parameters of FSDP2 and of lowtide.shard_head.
     """
-    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 cannot read grad_fn
+    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 reads no grad_fn
         return
     root = getattr(tensor, "grad_fn", None)
     if root is None:
@@ -271,7 +257,7 @@ def refuse_unreduced(name: str, tensor: Any) -> None:
 def _nodes(root: Any, *, whole: bool) -> Iterator[Any]:
     """Yield the first nodes of DTensor.full_tensor() behind root, or all nodes if not `whole`.
 
-    With `whole`, a full_tensor() whose caller says how gradients are placed is not yielded.
+    Where the caller says how gradients are placed, nothing is yielded.
     """
     todo, seen = [root], {None}
     while todo:

@@ -60,7 +60,7 @@ Step = AllocationStep | Question | Start
 Results = Sequence[Tensor | None]
 
 
-class Recorded:
+class RecordedFunction:
     """Hold a function of tensors, and a recording for each likeness of its calls."""
 
     def __init__(self, function: Callable[..., Results]) -> None:
@@ -153,7 +153,7 @@ class _Recorder:
         """The number of each memory of the rehearsal."""
         self.begins: list[int] = []
         """Where the first tensor of each memory begins, in bytes; `layouts` has its layout."""
-        self.layouts: list[Layout | None] = []
+        self.layouts: list[MemoryLayout | None] = []
 
     def recording(self) -> Recording:
         for each in self.given:

@@ -39,7 +39,7 @@ class Part(NamedTuple):
     memory: int
     offset: int
     """The offset in bytes from where the memory's tensor begins."""
-    layout: Layout
+    layout: MemoryLayout
     whole: bool
     """True if the part is the memory's tensor itself."""
 
@@ -69,7 +69,7 @@ class Box(NamedTuple):
 
 
 @dataclass(slots=True)
-class Allocation:
+class AllocationStep:
     """Allocate memory."""
 
     memory: int

@@ -4,9 +4,9 @@ The tree has the operations as the model's code called them. Evaluated on all ro
 logits bit for bit. No operation mixes rows, so the tree can also be evaluated on some of the rows.
 If no operation mixes classes, the same holds for classes.
 
-`RecordedTensor.value` is the only way from the tree to the model's tensors, and refuses those that have
-changed since they were recorded. Small operands (one number, or one for each class) are copied, so
-the originals may change.
+`RecordedTensor.value` is the only way from the tree to the model's tensors, and refuses those that
+have changed since they were recorded. Small operands (one number, or one for each class) are
+copied, so the originals may change.
 
 Shapes: [...] are the rows, D features, V classes.
 """

@@ -39,7 +39,7 @@ class DenseMaskWarning(UserWarning):
     """Warn that a mask of [B, 1, M, N] has been made."""
 
 
-class Handed:
+class OpaqueMask:
     """Represent a mask on its way from a model to its layers; models must not compute with it."""
 
     ndim = 4
@@ -63,7 +63,7 @@ class Handed:
         raise ArgumentError(f"this model computes {function.__name__} of its mask; {ELSE}")
 
 
-class ModelsMask(Handed, AttentionBias):
+class ModelsMask(OpaqueMask, AttentionBias):
     """Represent a band, and which keys take part in it."""
 
     def __init__(self, M: int, N: int, left: int | None, right: int | None, keys: Tensor | None) -> None:
@@ -111,7 +111,7 @@ class DenseMask(ModelsMask):
         raise ArgumentError(f"this model takes a part of its mask; {ELSE}")
 
 
-class PackedMask(Handed, BlockDiagonalCausalMask):
+class PackedMask(OpaqueMask, BlockDiagonalCausalMask):
     """Represent several sequences in each row of the batch, with the rows joined into one."""
 
     def __init__(self, lengths: list[int], window: int | None, M: int) -> None:

@@ -15,23 +15,7 @@ from torch import Tensor, nn
 from lowtide.tools.doctor.selftest_cases import CASES, CONSTANTS, Case, Function, Tensors
 
 FACTOR = 4
-"""An error may be this multiple of plain torch's, plus rounding; tests are stricter."""
-
-Tensors = dict[str, Tensor]
-Function = Callable[[Tensors], Tensor]
-N, D, V = 256, 64, 2048
-CHUNKS = 512 << 10  # a workspace with room for few of the tokens at a time
-B, M, H, K = 2, 160, 4, 32
-
-
-class Case(NamedTuple):
-    """Describe a call: `ours` and `plain` compute the same result from tensors of one dtype."""
-
-    name: str
-    dtype: torch.dtype
-    tensors: Callable[[], Tensors]
-    ours: Function
-    plain: Function
+"""An error may be so many times that of plain torch, beside rounding; tests are stricter."""
 
 
 class Outcome(NamedTuple):
@@ -52,7 +36,7 @@ class Outcome(NamedTuple):
 def run(device: str) -> Iterator[Outcome]:
     """Yield the outcome of each case as it ends.
 
-    Meanwhile float32 products are exact to float32, whatever precision torch is set to.
+    Float32 products are exact to float32 meanwhile, whatever torch is allowed.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -87,7 +71,7 @@ def _outcome(case: Case, device: str) -> Outcome:
     try:
         found = _results(case.ours, tensors)
         error = _error(found, truth)
-    except Exception as problem:  # Report the case whatever its call does.
+    except Exception as problem:  # A report is due whatever a call does.
         error, reason = float("nan"), f"{type(problem).__name__}: {problem}"
     else:
         reason = ""
@@ -105,7 +89,7 @@ def _results(function: Function, tensors: Tensors) -> list[Tensor]:
         for name, tensor in tensors.items()
     }
     value = function(leaves)
-    # Give each element a different upstream gradient.
+    # An upstream gradient of another size in each element.
     grad_output = torch.linspace(0.5, 1.5, value.numel(), device=value.device).view_as(value).to(value.dtype)
     wanted = [tensor for tensor in leaves.values() if tensor.requires_grad]
     return [value.detach(), *torch.autograd.grad(value, wanted, grad_output)]
