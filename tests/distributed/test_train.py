@@ -40,6 +40,7 @@ def losses(directory):
 
 @pytest.mark.parametrize("parallel", all_extended_but(["shard_head"], ["data", "tensor", "shard_head"]))
 def test_losses_are_one_process(tmp_path, parallel):
+    pytest.importorskip("matplotlib")  # a comparison ends in a figure
     done = train(tmp_path, "--parallel", parallel, "--steps", "20")
     assert done.returncode == 0, done.stderr
     ranks, one = losses(tmp_path / f"out/{parallel}-2"), losses(tmp_path / "out/lowtide")
@@ -87,6 +88,7 @@ def test_losses_on_cards(tmp_path, device, parallel):
 @pytest.mark.extended
 @pytest.mark.parametrize("options", ["data --tied", "tensor"])
 def test_resumed_run_is_the_whole_one(tmp_path, options):
+    pytest.importorskip("matplotlib")  # as above
     arguments = ["--parallel", *options.split(), "--save-every", "6"]
     for steps in ("6", "12"):
         done = train(tmp_path, *arguments, "--steps", steps)
