@@ -1,9 +1,9 @@
 """Find how many rows fit a workspace, by running the first rows in chunks of growing size.
 
-What counts is the bytes of the tensors that operators return. They depend on shapes alone, so every
-rank finds the same number without asking the others. A chunk's memory is the largest of several
-sums, each linear in the number of rows. So between two measured sizes it stays below the line
-through both.
+The bytes of the tensors that operators return are counted. These depend on shapes alone, so every
+rank finds the same number of rows without asking the others. A chunk's memory is the largest of
+several sums, each linear in the number of rows. So between two measured sizes it stays below the
+line through both.
 """
 
 import contextlib
@@ -25,14 +25,15 @@ from lowtide.ops.chunked_loss.replay import Replay
 
 GROWTH = 16  # the largest factor from one measured size to the next
 
-# head -> loss_fn (of methods, the owners) -> kinds of tensors -> rows, and whether these were all
+# Maps head -> loss_fn (for a method, its owner) -> kinds of tensors -> (the number of rows that
+# fit, True if those were all rows of the job).
 _measured: Any = weakref.WeakKeyDictionary()
 
 
 def rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[Any, Any]) -> int:
     """Return how many rows of the job fit the workspace.
 
-    It is measured once for these functions (head, loss_fn) and kinds of tensors, then kept.
+    The number is measured once for these functions (head, loss_fn) and kinds of tensors, then kept.
     """
     if job.rows < 2:
         return 1
@@ -49,7 +50,7 @@ def rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[Any
     key = (methods, workspace, shapes, kinds, job.needs_grad, tuple(job.replay.casts))
     rows, all_of_them = sizes.get(key, (0, True))
     if all_of_them and rows < job.rows:
-        # The caller's hooks of saved tensors must see the same in every call, measured or not.
+        # The caller's saved-tensor hooks must see the same tensors in every call, measured or not.
         with isolated():
             rows = _most_rows(workspace, job.rows, lambda rows: _peak(job, tensors, rows))
         sizes[key] = rows, rows == job.rows
@@ -79,7 +80,7 @@ def _most_rows(workspace: int, limit: int, peak: Callable[[int], int]) -> int:
 def _peak(job: Job, tensors: Tensors, rows: int) -> int:
     """Return the bytes that a chunk of so many rows takes.
 
-    A first chunk of one row allocates the sums, which do not count.
+    A chunk of one row runs first: it allocates the sums, which do not count.
     """
     meter = _Meter()
     sample = replace(

@@ -5,11 +5,12 @@ F.linear          Nearly every head uses it. Autograd computes each chunk's weig
                   rounded, and no tensor of the weight's size is made for a chunk. The sum takes 4
                   bytes an element until forward ends. The CPU has no such product for half
                   precision, so F.linear stays as it is there.
-F.cross_entropy   On CUDA, for float32 logits and classes, a sum or a value a row. It reads the
-                  logits once and keeps two numbers a row; torch writes their log-softmax. Backward
-                  reads them once more and writes their gradient; torch takes three passes.
+F.cross_entropy   It is replaced on CUDA, for float32 logits and classes, and a sum or a value a
+                  row. Forward reads the logits once and keeps two numbers a row, where torch writes
+                  their log-softmax. Backward reads the logits once more and writes their gradient,
+                  where torch takes three passes.
 
-Both can be differentiated once more, should head or loss_fn itself ask for gradients.
+Both can be differentiated once more, in case head or loss_fn itself asks for gradients.
 
 Shapes: C rows, D features, V classes.
 """
@@ -39,7 +40,7 @@ WHOLE_ROWS = TileColumns(0, LogitTransform())
 
 
 class GradientSumMode(TorchFunctionMode):
-    """Make F.linear add the gradients of these parameters to these sums; autograd returns none."""
+    """Make F.linear add these parameters' gradients to these sums; autograd then returns none."""
 
     def __init__(self, parameters: Sequence[Tensor] = (), sums: Sequence[Sum | None] = ()) -> None:
         super().__init__()
@@ -56,8 +57,8 @@ class GradientSumMode(TorchFunctionMode):
     def collect(self, value: Tensor) -> Iterator[None]:
         """Mark the backward pass from `value` as the one that the sums are for.
 
-        In any other pass gradients go where autograd sends them: one that head or loss_fn runs,
-        even within this one, and one that measures.
+        In any other backward pass gradients go where autograd sends them. Such a pass is one that
+        head or loss_fn runs, even within this one, or one that measures gradients.
         """
 
         def enter(_: Any) -> None:
@@ -93,7 +94,7 @@ class GradientSumMode(TorchFunctionMode):
         if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
             dtype = torch.get_autocast_dtype(kind)
         elif weight.dtype != dtype:
-            return None  # torch raises
+            return None  # torch raises its own error
         if dtype in HALVES and kind != "cuda":
             return None
         if weight._backward_hooks or (bias is not None and (bias._backward_hooks or bias.dim() != 1)):
@@ -115,7 +116,7 @@ class GradientSumMode(TorchFunctionMode):
 
 
 class SummingLinear(torch.autograd.Function):
-    """Compute F.linear; `weight` and `bias` are inputs for the sake of the graph."""
+    """Compute F.linear; `weight` and `bias` are inputs only to be in the graph."""
 
     @staticmethod
     def forward(

@@ -64,10 +64,10 @@ def linear_cross_entropy(
     :math:`(1-\epsilon) \sum_v y_{iv} w_v (\mathrm{lse}(z_i) - z_{iv})`. `"sum"` adds the rows up.
     `"mean"` divides the sum by the total :math:`w_{t_i}` of the rows that count (for probabilities:
     by the number of rows), as :func:`torch.nn.functional.cross_entropy` does. If all rows are
-    ignored, the mean is NaN and its gradients are zero, as in torch. With a `normalizer` "mean" is
-    the sum divided by that number. Arguments that torch's own ``linear_cross_entropy`` (2.13,
-    without `options`) accepts give the same result here, also without rows, features, classes or
-    positions.
+    ignored, the mean is NaN and its gradients are zero, as in torch. With a `normalizer`, `"mean"`
+    divides the sum by that number instead. Arguments that torch's own ``linear_cross_entropy``
+    (2.13, without `options`) accepts give the same result here, also without rows, features,
+    classes or positions.
 
     Shapes:
         input [..., D], linear_weight [V, D], target [...] or [..., V], linear_bias [V], weight [V],
@@ -83,13 +83,14 @@ def linear_cross_entropy(
     Args:
         target: class indices, int64, int32 or uint8, or class probabilities in any floating-point
             dtype. An index outside [0, V) that is not `ignore_index` raises an IndexError on the
-            CPU. On CUDA, where a check would wait for the device, it makes the loss and the
-            gradients that it reaches NaN. Probabilities need not add up to 1; for their gradient
-            see `Memory`.
+            CPU. On CUDA, where a check would wait for the device, such an index makes the loss,
+            and the gradients that the loss reaches, NaN. Probabilities need not add up to 1; for
+            their gradient see `Memory`.
         linear_bias: in the input's dtype, or in float32 beside half precision.
         weight: class weights of any floating-point dtype; beside probabilities also of integers.
             They take no gradient beside class indices, as in torch.
-        ignore_index: rows with this target do not count; None means -100. Not for probabilities.
+        ignore_index: rows with this target do not count; None means -100. It cannot be given with
+            probabilities.
         label_smoothing: :math:`\epsilon`, in [0, 1]; a value below 0, or NaN, means 0, as in torch.
         softcap: c, above 0; None for none. (Gemma 2: 30.)
         logit_scale: s; a 0-d tensor may require a gradient. It is applied before the soft cap: to
@@ -98,36 +99,36 @@ def linear_cross_entropy(
         row_weight: multiplies each :math:`\ell_i`, z-loss and label smoothing included: weights of
             tokens or of samples, of any floating-point dtype and sign, used in the dtype of the
             sums. 0 takes a row out of the sum. The weight of an ignored row is not used, even if it
-            is NaN. They take no gradient. They do not change what `"mean"` divides by; for a
+            is NaN. Row weights take no gradient, and do not change what `"mean"` divides by; for a
             weighted mean, pass the sum of the weights that count as `normalizer`. (torch has no
             such option.)
-        normalizer: what `"mean"` divides the sum by in place of its own count: a number above 0, or
-            a 0-d tensor on the input's device or the CPU. Take the tokens of an accumulated batch
-            (Trainer's `num_items_in_batch`), or, where gradients are averaged over ranks,
-            :func:`lowtide.tokens_per_rank`. Rows that are all ignored have the loss 0 and
-            gradients of 0. A tensor of 0 is for no token at all: such rows have the loss NaN then,
-            and gradients of 0. A tensor below 0, infinite or NaN is an error on the CPU. On CUDA,
-            and in a graph, it divides the sum as it is: nothing waits for it, but the ranks of a
-            divided head compare theirs. It takes no gradient. With "sum" and "none" it is an error.
-            (torch has no such option.)
+        normalizer: the number that `"mean"` divides the sum by in place of its own count: a number
+            above 0, or a 0-d tensor on the input's device or the CPU. Pass the number of tokens of
+            an accumulated batch (Trainer's `num_items_in_batch`), or, where gradients are averaged
+            over ranks, :func:`lowtide.tokens_per_rank`. If all rows are ignored, the loss and the
+            gradients are 0. A tensor of 0 says that no token counts at all: then the loss is NaN,
+            and the gradients are 0. A tensor below 0, infinite or NaN is an error on the CPU. On
+            CUDA, and in a graph, such a tensor divides the sum as it is: a check would wait for the
+            device. The ranks of a divided head do compare their tensors. A normalizer takes no
+            gradient, and is an error with `"sum"` and `"none"`. (torch has no such option.)
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is
             64 MiB. On CUDA it is 1 GiB plus the float32 sum of a half-precision weight's
             gradient (4 V D bytes). A small call gets no more than eager torch would hold
-            (see `Default`). A smaller workspace costs time; it costs exactness only as `Precision`
-            says of 20 bits. Two things are not counted: on CUDA under autocast, a weight of another
-            dtype is cast as a whole once, like autocast's own copy, and cuBLAS has its own
-            workspace.
+            (see `Default`). A smaller workspace costs time; it costs exactness only where sums have
+            20 bits (see `Precision`). Two things are not counted: on CUDA under autocast, a weight
+            of another dtype is cast as a whole once, like autocast's own copy, and cuBLAS has its
+            own workspace.
         backend: `"auto"` runs `"triton"` for CUDA tensors up to float32 where Triton is installed,
             else `"torch"`. `"reference"` is the plain definition, which holds all logits whatever
             the workspace.
         group: a torch.distributed.ProcessGroup over whose ranks the classes are divided;
             linear_weight, linear_bias and weight are then this rank's rows, and probabilities its
-            columns. None where linear_weight is a DTensor, whose placements say the same, or where
-            one process has all classes.
+            columns. Pass None where linear_weight is a DTensor, whose placements say the same, or
+            where one process has all classes.
         first_class, num_classes: the class of this rank's first row, and V. By default all ranks
             have as many rows as this one, in order. Rows from `num_classes` on are padding.
         tokens_sharded: True if each rank of the group passes tokens of its own, whose losses count
-            together; False if all pass the same.
+            together; False if all ranks pass the same tokens.
         segments: merge the statistics of so many segments of the classes in order, which makes the
             bits of the result independent of the number of ranks; see `Sharded heads`.
 
@@ -135,25 +136,26 @@ def linear_cross_entropy(
         The classes may be divided over ranks (tensor parallelism): linear_weight is a DTensor with
         placement ``Shard(0)`` over one dimension of its mesh, or this rank's rows, with a `group`.
         All options are exact. The loss is the same on all ranks, the input's gradient arrives
-        summed over them, and the weight's stays on its rank. Ranks gather three numbers a row, and
-        sum the input's gradient, chunk by chunk; no rank holds logits of all classes. Each call
-        checks that those of all ranks fit together; on CUDA the host waits for that in each call.
-        Such a head has first derivatives by backward alone. docs/howto/divided_head.md has the
-        rest.
+        summed over the ranks, and the weight's gradient stays on its rank. Ranks gather three
+        numbers a row, and sum the input's gradient, chunk by chunk; no rank holds logits of all
+        classes. Each call checks that the calls of all ranks fit together; on CUDA the host waits
+        for this check. Such a head has first derivatives by backward alone.
+        docs/howto/divided_head.md has the rest.
 
     Precision:
         Products take operands in the input's dtype (autocast's under autocast). Their sums, the
         logits, the statistics and the weight gradient are float32; float64 stays float64.
         On Hopper the weight gradient is summed in 24 bits where a pipelined kernel forms that sum,
-        or where four bytes a weight leave too little room for the rows of a chunk; in 20 bits where
-        one byte a weight leaves too little as well. Each chunk rounds by at most 2^-16 or 2^-12 of
-        what it adds up to. There a float32 weight's gradient of bfloat16 products, which autocast
-        itself rounds to bfloat16, may also be in 24 bits between chunks.
-        Each gradient is rounded once; for mean and sum twice if the upstream gradient is no power
-        of two. The loss is float32 for half-precision input: a bfloat16 loss has three digits.
-        Beside bfloat16 probabilities, on Hopper, the softmax in a logit's gradient has a relative
-        error of 5e-4 before it is rounded to bfloat16. Beside probabilities the loss is float64
-        where they, or the class weights, are.
+        or where four bytes a weight leave too little room for the rows of a chunk. It is summed in
+        20 bits where one byte a weight leaves too little room as well. Each chunk rounds the sum so
+        far by at most 2^-16 (2^-12 for 20 bits) of its value. On Hopper the gradient of a float32
+        weight whose products are bfloat16, which autocast itself rounds to bfloat16, may also be in
+        24 bits between chunks.
+        Each gradient is rounded once; for mean and sum, twice if the upstream gradient is not a
+        power of two. The loss is float32 for half-precision input: a bfloat16 loss has three
+        digits. Beside bfloat16 probabilities, on Hopper, the softmax in a logit's gradient has a
+        relative error of 5e-4 before it is rounded to bfloat16. The loss is float64 if the
+        probabilities, or the class weights beside them, are float64.
         On the CPU half-precision operands are converted to float32 for the products. The exception
         is bfloat16 tensors of 2^20 weights and more, if the CPU has units for bfloat16 and there is
         a C++ compiler, without soft cap, label smoothing, probabilities or a learned scale.
@@ -162,41 +164,44 @@ def linear_cross_entropy(
         The call holds O(workspace), never N V: it works on a chunk of tokens at a time. For mean
         and sum the gradients are formed in forward (three products) and held until backward. For
         none, backward recomputes the logits (four products).
-        A half-precision weight's gradient is summed in float32. Where that is quicker, or the
-        workspace has no room for it, a part of the sum lies in the gradient's own memory (on Hopper
-        in 24 or 20 bits, on the CPU in float32). Where that leaves too few rows, it is formed class
-        block by class block, for one more product. Beside it is the memory in which products pack
-        their operands: PyTorch's own, and on a CPU with units for bfloat16 lowtide's, up to 0.5 MiB
-        and 128 bytes a row of a chunk for each thread, and up to 1 MiB or 128 bytes a row that they
-        share.
+        A half-precision weight's gradient is summed in float32. A part of this sum lies in the
+        gradient's own memory (on Hopper in 24 or 20 bits, on the CPU in float32) where that is
+        quicker, or where the workspace has no room for the whole sum. Where even that leaves room
+        for too few rows, the gradient is formed class block by class block, for one more product.
+        The workspace does not count the memory in which products pack their operands. Such memory
+        is PyTorch's own, and, on a CPU with units for bfloat16, also lowtide's: up to 0.5 MiB and
+        128 bytes a row of a chunk for each thread, and up to 1 MiB or 128 bytes a row that the
+        threads share.
         Derivatives of higher order, forward mode, vmap, and gradients of probabilities or class
         weights differentiate the definition itself, chunk by chunk. They hold O(workspace) as well,
-        beside copies of the operands in the dtype of the sums; they are exact, not fast.
-        A K-dimensional loss computes one position after the other, each with this workspace, beside
-        up to three float32 tensors of the input's size and one position's part of the weight's
-        gradient (for float16 all of it is held in float32). With ``reduction="none"`` each position
-        takes four products, and the weight's gradient is held once more as it is put together.
+        and copies of the operands in the dtype of the sums. They are exact, but not fast.
+         A K-dimensional loss computes one position after the other, each with this workspace,
+        beside up to three float32 tensors of the input's size and one position's part of the
+        weight's gradient (for float16 all of it is held in float32). With ``reduction="none"`` each
+        position takes four products, and the weight's gradient is held once more as it is put
+        together.
         Backward runs on the engine that forward took. If hooks bring a saved tensor back in a
-        layout that this engine cannot read, or compiled code gets one that begins elsewhere, a copy
-        of it is held beside the workspace as long as the operator runs.
+        layout that this engine cannot read, or compiled code gets a tensor that begins at another
+        address, a copy of that tensor is held beside the workspace as long as the operator runs.
 
     Default:
         Without a `workspace`, the peak of forward and backward is no higher than that of eager
         torch's ``cross_entropy(linear(input, linear_weight), target)`` in the same dtype, whose
         logits and loss are half precision for half-precision operands. Beyond inputs and gradients
         that is 3 s N V bytes less the gradients, or o N V if that is more; 2 s N V where no
-        gradient is wanted. o is the size of an operand, s that of a logit in the loss: o again, or
-        4 under autocast. Options make eager torch hold more; that is not counted.
-        Above that a call may hold 4 MiB (16 MiB on CUDA) and 64 bytes (256 on CUDA) for each of
-        N + D + V, so that a small call is not made of single rows and classes; on CUDA under
-        autocast up to o N V, where N is below D; and, as with any workspace, what products pack,
+        gradient is wanted. Here o is the bytes of one operand's number, and s the bytes of a logit
+        in the loss: o again, or 4 under autocast. Options make eager torch hold more; that is not
+        counted.
+        A call may hold these beyond that peak: 4 MiB (16 MiB on CUDA) and 64 bytes (256 on CUDA)
+        for each of N + D + V, so that a small call is not made of single rows and classes; on CUDA
+        under autocast up to o N V, where N is below D; and, as with any workspace, packed operands,
         the float32 sums and copies of further linear terms, and what a K-dimensional loss holds
         (see `Memory`). Where the gradients are large beside the logits (N below about D), that
         leaves less than the whole default, and a call may take four products instead of three: pass
         a workspace for speed.
-        None is the whole default, whatever N is, in compiled and exported graphs, which serve every
-        N, and for derivatives of higher order, forward mode, vmap, and gradients of probabilities
-        or class weights.
+        None means the whole default, whatever N is, in compiled and exported graphs, which serve
+        every N, and for derivatives of higher order, forward mode, vmap, and gradients of
+        probabilities or class weights.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss. Whether
     it reaches gradients depends on the path: the CPU leaves the row out, and so do large calls on
@@ -206,8 +211,8 @@ def linear_cross_entropy(
     over one ignored row without a batch is NaN here; in torch it is 0 on CUDA and NaN everywhere
     else.
 
-    FSDP2: a sharded parameter is gathered once around the call, and its gradient reduced once
-    behind backward, whichever unit the head belongs to (docs/howto/distributed.md).
+    FSDP2: a sharded parameter is gathered once around the call, and its gradient is reduced once
+    after backward, whichever unit the head belongs to (docs/howto/distributed.md).
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, for sparse,
@@ -215,15 +220,15 @@ def linear_cross_entropy(
             shards, or for a workspace below one row and the vectors
             of N and V numbers that go with it. Each is also a RuntimeError, which is what torch
             raises.
-        IndexError: see `target`. (Under vmap such a target makes NaN.)
+        IndexError: see `target`. (Under vmap such a target gives NaN.)
 
     Transforms: torch.compile(fullgraph=True), torch.export, CUDA graphs, torch.func, vmap, forward
     mode, derivatives of any order, and checkpointing work. Compiled code serves every length, but
     only one value of each of softcap, z_loss and label_smoothing: another value compiles it again.
     An exported program can be trained, with the gradients that were required when it was exported;
-    for others its backward raises. Transforms do not nest with compilation: code that torch.compile
-    compiles as one graph refuses a transform of torch.func or forward mode around this call, and
-    what it compiled cannot be differentiated twice.
+    for other gradients its backward raises an error. Transforms do not nest with compilation: code
+    that torch.compile compiles as one graph refuses a transform of torch.func or forward mode
+    around this call, and compiled code cannot be differentiated twice.
 
     Source: pytorch issue 124480; the chunk loop is that of
     github.com/mgmalek/efficient_cross_entropy.
@@ -328,10 +333,10 @@ def linear_log_probs(
 
     Args:
         ignore_index: None means -100. A row with this target is skipped: its log_prob, entropy and
-            logsumexp are 0, without gradient, and its argmax is -1. To have the last three for
-            every row, give every row a class.
+            logsumexp are 0, without gradient, and its argmax is -1. For entropy, logsumexp and
+            argmax of every row, give every row a class.
         logit_scale: 1 / temperature; a float, or a 0-d tensor that may require a gradient.
-        The others, those of a head whose classes are divided over ranks among them, are those of
+        All other arguments, also for a head whose classes are divided over ranks, are those of
         :func:`linear_cross_entropy`.
 
     Dtypes: the results are float32 (float64 for float64 input), argmax is int64. Entropy is in
@@ -343,7 +348,7 @@ def linear_log_probs(
 
     Precision: backward forms the probabilities p from forward's statistics and recomputed logits z,
     which may be rounded differently. So p and the entropy's gradient have an error of up to about
-    eps * max|z| of p. That matters for logits of 1e5 and more, since float32 has 7 digits.
+    eps * max|z| relative to p. This matters for logits of 1e5 and more, since float32 has 7 digits.
 
     Raises: as :func:`linear_cross_entropy`.
 

@@ -15,7 +15,7 @@ from lowtide.core.fsdp import expect_gradients, is_unit, run_in_unit
 
 
 def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor, ...]], Any]) -> Any:
-    """Return run(hidden); if the head's parameters are sharded, gather them once around it."""
+    """Return run(hidden); if the head is an FSDP2 unit, gather it once around the call."""
     unit = getattr(head, "__self__", head)
     _check_head(head)
     if not is_unit(unit):

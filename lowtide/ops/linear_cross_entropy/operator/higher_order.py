@@ -1,8 +1,8 @@
 """Compute what the fused operators cannot.
 
-These are derivatives of higher order, forward mode, vmap, and gradients of a target or of class
-weights. The dense definition runs here, a chunk of rows at a time (core/row_function.py). It is
-exact and in bounded memory, but not fast.
+The fused operators lack derivatives of higher order, forward mode, vmap, and gradients of a target
+or of class weights. For these the dense definition runs, a chunk of rows at a time
+(core/row_function.py). It is exact and takes bounded memory, but is not fast.
 
 Shapes: N tokens, V classes, P positions.
 """
@@ -19,14 +19,14 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Optio
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import workspace_bytes
 
-# Tensors of the size of a chunk's logits that a derivative holds at once.
+# How many tensors of the size of a chunk's logits a derivative holds at once.
 COPIES = 12
 
 
 def rows_of_copies(
     V: int, copies: int, dtype: torch.dtype, workspace: int | None, device: torch.device
 ) -> int:
-    """Return how many rows fit at a time if a derivative holds their logits `copies` times."""
+    """Return how many rows fit the workspace if a derivative holds their logits `copies` times."""
     row, bytes = copies * V * dtype.itemsize, workspace_bytes(workspace, counted_as(device.type))
     if bytes < row:
         several = f"{copies} times over where derivatives of higher order, forward mode or vmap are at work"
@@ -52,7 +52,7 @@ def by_position(
     labels: Labels,
     options: Options,
 ) -> Tensor:
-    """Compute the function position by position and combine it: [N, P] for none, else 0-d."""
+    """Compute the function position by position, and combine the losses: [N, P] or 0-d."""
     (input,), scale = head.inputs, head.scale
     wide = head._replace(  # their gradients are sums, to be rounded once
         inputs=(input.to(options.sum_dtype),),

@@ -26,8 +26,8 @@ class LogitsEngine(LossEngine):
     def logits_into(self, buffer_CV: Tensor, chunks: list[Tensor]) -> None:
         """Write the products of a chunk; bias, scale and soft cap later turn them into logits.
 
-        Each segment of the classes has a product of its own, so that its bits do not depend on the
-        other classes.
+        Each segment of the classes has a product of its own, so that the bits of its logits do not
+        depend on the other classes.
         """
         for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
             for part in self.parts:

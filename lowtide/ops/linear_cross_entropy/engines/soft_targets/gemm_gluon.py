@@ -1,10 +1,10 @@
 """Compute distances on a Hopper GPU: the kernel of soft_targets/gemm_triton.py as a Gluon pipeline.
 
-It shares its arithmetic with that kernel; engines/gemm/gluon.py has the pipeline.
+The pipeline shares its arithmetic with that kernel; engines/gemm/gluon.py has its general part.
 
 After the operands of a tile, its class probabilities take the next two stages of the ring, half the
-classes each. They are loaded while the tile is still multiplied. Distances are stored while the
-next are computed.
+classes each. These are loaded while the tile is still multiplied. The distances of one tile are
+stored while those of the next are computed.
 
 Shapes: see gemm_triton.py.
 """
@@ -44,7 +44,7 @@ def _load(
     operands, soft_CB, a_s, b_s, full, empty, C, B, D,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands and class probabilities of all tiles: the producer warp."""
+    """Load the operands and class probabilities of all tiles, as the producer warp."""
     x_CD, weight_BD, x_CR, weight_BR = operands
     tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
     step = 0
@@ -85,7 +85,7 @@ def _multiply(
     WHICH: gl.constexpr, SMOOTHED: gl.constexpr, PROGRAMS: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply all tiles and run their epilogues: consumer warpgroup WHICH of two."""
+    """Multiply all tiles and run their epilogues, as consumer warpgroup WHICH of two."""
     distance_CB, distance_s = out
     bias_B_ptr, scale_ptr, class_weight_B_ptr = of_classes
     tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
@@ -109,7 +109,7 @@ def _multiply(
             soft_ch = soft_s.index(WHICH).load(LAYOUT)
             step += 1
             pipeline.release(empty, step, True, STAGES)
-            # A branch, because masks would cost a selection for each element.
+            # Branch here, because masks would cost a selection for each element.
             if first + PART > B:
                 bits_ch = _distances_of_half(
                     halves_ch[half], bias_B_ptr, scale, soft_ch, class_weight_B_ptr, partials_ptrs, rows,
@@ -121,8 +121,8 @@ def _multiply(
                     columns, C, B, keep, floor, SMOOTHED, False,
                 )  # fmt: skip
             if distance_CB is not None:
-                # Stored here, because the stores that still read this memory are likely to have
-                # finished.
+                # Store only here: earlier stores, which still read this memory, have probably ended
+                # by now.
                 pipeline.store_tile(
                     bits_ch, distance_s.index(WHICH), distance_CB, [first_row, first]
                 )  # fmt: skip

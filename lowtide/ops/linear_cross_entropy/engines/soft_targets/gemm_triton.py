@@ -4,9 +4,9 @@ soft_targets/engine.py has the formulas. gemm_gluon.py has a pipeline with the s
 Hopper GPUs and class probabilities that a tensor map can read. softmax_triton.py computes the
 gradient from the distances.
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes; T parts of a row,
-which are the halves of the GEMM's tiles, with 4 numbers each: the largest z, and the sums of y,
-exp(-d) and y d; lower case = one tile, h a half of its classes. PTX: use inline assembly, which
+Shapes: C tokens of a chunk, D features, R features of a second, narrow term; B classes; T parts of
+a row, which are the halves of the GEMM's tiles, with 4 numbers each: the largest z, and the sums of
+y, exp(-d) and y d; lower case = one tile, h a half of its classes. PTX: use inline assembly, which
 Triton's interpreter does not support.
 """
 
@@ -34,7 +34,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed
 
 # Steps of a distance per 1. The last of 2^16 numbers stands for infinity.
 STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)  # decision 0018
-# Adding it to a float32 rounds to a whole number, which is then in the lowest bits.
+# Adding this to a float32 rounds the float to a whole number, which is then in the lowest bits.
 WHOLE = tl.constexpr(8388608.0)
 # A distance whose exponential is 0, and which gives 0 when multiplied by 0.
 NOTHING = tl.constexpr(200.0)
@@ -42,7 +42,7 @@ NOTHING = tl.constexpr(200.0)
 
 @triton.jit
 def inside(columns, B, CUT: tl.constexpr):
-    """Return which columns exist; a constant without CUT, so that masks of it cost nothing."""
+    """Return which columns exist; without CUT a constant, so that masking costs nothing."""
     return columns < B if CUT else columns == columns
 
 
@@ -83,7 +83,7 @@ def _read(ptrs, z_ch, PTX: tl.constexpr):
 def in_16_bits(distance_ch, PTX: tl.constexpr):
     """Return the distances in 16 bits, with those beyond the largest as infinity.
 
-    They are clamped by a saturating multiplication, whose pipe has twice the lanes of that of
+    A saturating multiplication clamps them, because its pipe has twice as many lanes as that for
     minima. A NaN becomes some number. That is harmless, because its row's sums are NaN, and so is
     the whole row.
     """
@@ -153,7 +153,7 @@ def _epilogue(
     """Run the epilogue of half a tile: store the distances and the partial sums."""
     columns = (first + tl.arange(0, z_ch.shape[1]))[None, :]
     mask = inside(columns, B, CUT)
-    # Beyond the last row or class, read those of others.
+    # Beyond the last row or class, read the numbers of the last one, which are not used.
     ptrs = soft_CB_ptr + (tl.minimum(rows, C - 1).to(tl.int64) * soft_row_stride)[:, None]
     there = tl.minimum(columns, B - 1) if CUT else columns
     soft_ch = tl.where(mask, _read(ptrs + there.to(tl.int64) * soft_stride, z_ch, PTX), 0.0)
@@ -180,8 +180,9 @@ def _distances_kernel(
 ):  # fmt: skip
     """Store the partial results and the distances of each row and half tile.
 
-    The partial results are float32: the largest z; with d = largest - z the sum of exp(-d); the
-    sums of y and of y d. STORE: the distances d too, in 16 bits if their memory is no wider.
+    The partial results are float32: the largest z; the sum of exp(-d), where d = largest - z; the
+    sums of y and of y d. With STORE the distances d are stored, too, in 16 bits if their memory is
+    no wider.
 
     Grid: one program per multiprocessor, which takes tiles in turn.
 
@@ -212,8 +213,8 @@ def _distances_kernel(
             partials_ptrs = partials_CT4_ptr + 4 * (rows.to(tl.int64) * T + 2 * tile_b)
             halves_ch = halves(u_cb)  # here, so that the kernel waits for the product once
             # The whole epilogue is there twice, in a branch, because masks would cost a selection
-            # for each element. Nothing is merged after the branch; else the layout of y would come
-            # first.
+            # for each element. Nothing is merged after the branch; else the layout of y would
+            # take precedence.
             if first + BLOCK_B > B:
                 for half in tl.static_range(2):
                     _epilogue(

@@ -4,11 +4,11 @@ engines/gemm/gluon.py has the pipeline, packed_triton.py the formats of 24 and 2
 
 With few rows per chunk, reading and writing the previous sum takes as long as computing the product
 of a tile. Therefore the sum passes through the ring like the operands. After the last operands of a
-tile, each of the next two stages brings half of the tile's sum; the product is added to it there
-and stored from there (decision 0040).
+tile, each of the next two stages brings half of the tile's sum. The product is added to this half
+in its stage, and the result is stored from the stage (decision 0040).
 
-Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one warpgroup's
-share of a tile, h half its columns.
+Shapes: C tokens of a chunk, D features, P pairs of features, V classes; lower case = one
+warpgroup's share of a tile, h half its columns.
 """
 
 import triton.language as tl
@@ -58,7 +58,7 @@ def _pairs_of(b_s, stage, WHICH: gl.constexpr, pair_VP):
 
 @gluon.jit
 def _low_of(a_s, stage, WHICH: gl.constexpr, low_VP):
-    """Return its lower bits, which take as many bytes as the operand there, or half as many."""
+    """Return the lower bits of its half tile, in all of the operand's memory there, or in half."""
     NUMBERS: gl.constexpr = 16 // low_VP.dtype.primitive_bitwidth
     return view(a_s.index(2 * stage + WHICH), low_VP.dtype, [NUMBERS, HALF, COLUMNS], low_VP.layout).index(0)
 
@@ -69,7 +69,7 @@ def _load_all(
     ADD: gl.constexpr, ALWAYS: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands and the previous sums of all tiles: the producer warp."""
+    """Load the operands and the previous sums of all tiles, as the producer warp."""
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
     count_ptr, first_place = counted
     tiles = added_tiles(count_ptr, first_place, C, tiles_v * tiles_d, ALWAYS)
@@ -93,7 +93,7 @@ def _load_all(
                     load(pair_VP, place, full.index(stage), _pairs_of(b_s, stage, which, pair_VP))
                     load(low_VP, place, full.index(stage), _low_of(a_s, stage, which, low_VP))
             else:
-                # Nothing to load, but the memory is free for the result.
+                # There is nothing to load, but the stage's memory is free for the result.
                 mbarrier.arrive(full.index(stage), count=1)
             step += 1
 
@@ -104,7 +104,7 @@ def _add_halves(
     a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr,
     ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add the product to the previous sum, half a tile after the other."""
+    """Add the product of a tile to the previous sum, one half of the tile after the other."""
     halves_vh = halves(sum_vd)
     for half in gl.static_range(2):
         column = (tile_d * 2 + half) * COLUMNS
@@ -148,7 +148,7 @@ def _add_all(
     ADD: gl.constexpr, ALWAYS: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and add all tiles: one of the two consumer warpgroups."""
+    """Multiply and add all tiles, as consumer warpgroup WHICH of two."""
     tiles_v, tiles_d = gl.cdiv(V, 2 * HALF), gl.cdiv(D, WIDTH)
     count_ptr, first_place = counted
     tiles = added_tiles(count_ptr, first_place, C, tiles_v * tiles_d, ALWAYS)
@@ -174,7 +174,7 @@ def _add_product_pipelined_kernel(
 ):  # fmt: skip
     """Compute sum (+)= exp^T x. Grid: one program per multiprocessor, which takes tiles in turn.
 
-    For the last chunk, a factor means that the sum is rounded to the gradient.
+    If a factor is given, this is the last chunk, and the sum is rounded to the gradient.
     """
     a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
     counted = pack_args(count_ptr, first_place)
@@ -210,9 +210,9 @@ def add_product(
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     spared: int = 0,
 ) -> None:
-    """Add exp_CV^T x_CD to the sum, or write it there, and leave `spared` multiprocessors alone.
+    """Add exp_CV^T x_CD to the sum, or write it as the sum; leave `spared` multiprocessors free.
 
-    `rounding` for the last chunk is as in packed_triton.py.
+    `rounding`, for the last chunk, is explained in packed_triton.py.
     """
     (C, D), V = x_CD.shape, pair_VP.shape[0]
     programs, part = multiprocessors(x_CD.device) - spared, (pipeline.BLOCK_A // 2, COLUMNS.value)

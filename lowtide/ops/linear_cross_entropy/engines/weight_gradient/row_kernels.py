@@ -1,6 +1,6 @@
 """Hold small Triton kernels of the exponentials engine that handle a row each, and their launchers.
 
-They compute what its GEMMs do not: exponentials/engine.py has the formulas.
+They compute what that engine's GEMMs do not; exponentials/engine.py has the formulas.
 
 Shapes: D features, V classes; C tokens of a chunk; lower case = one tile.
 """
@@ -22,7 +22,7 @@ def _gather_rows_kernel(
     x_ptr, row_C_ptr, count_ptr, first_place, out_CD_ptr, out_stride, outer_stride, inner_stride, inner, C, D,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows that count, and write zeros as the others. Grid: one program per row."""
+    """Copy the rows that count, and write zeros for the others. Grid: one program per row."""
     place = tl.program_id(0).to(tl.int64)
     read = tl.where(place < counted_rows(count_ptr, first_place, C), D, 0)
     row = tl.load(row_C_ptr + place)
@@ -58,9 +58,9 @@ def _target_logits_kernel(
 ):  # fmt: skip
     """Compute logit[c] = x[c] . weight[target[c]], 0 for a target of -1. Grid: one program per row.
 
-    The same becomes the reference of the row if that has a pointer, or infinity if it is ignored.
-    The marks of all row tiles, each HEIGHT rows, are cleared. The logit of rows that do not count
-    is 0.
+    The logit of rows that do not count is 0. If reference_C_ptr is given, the row's reference
+    becomes the logit, or infinity in an ignored row. The marks of all row tiles, each of HEIGHT
+    rows, are cleared.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_C_ptr + row)
@@ -96,7 +96,7 @@ def _scale_rows_kernel(
     x_CD_ptr, row_scale_C_ptr, factor_ptr, out_CD_ptr, count_ptr, first_place, x_stride, out_stride, C, D,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[c] = factor row_scale[c] x[c], 0 where that scale is 0. Grid: a program per row.
+    """Compute out[c] = factor row_scale[c] x[c], or 0 if the scale is 0. Grid: a program per row.
 
     Rows that do not count are left as they are.
     """
@@ -137,7 +137,7 @@ def _input_gradient_kernel(
     out[c] = factor (row_scale[c] product[c] + target_weight_coef[c] weight[target[c]]
                      - smoothing_coef[c] total_weight)
 
-    A target of -1 has no weight here.
+    For a target of -1 the term with the target's weight is 0.
     """
     row = tl.program_id(0).to(tl.int64)
     scale, target_weight_coef, ignored = (
@@ -174,7 +174,7 @@ def target_logits(
 ) -> None:
     """Write the dot product of each row with its target's weight to logit_C.
 
-    reference_C gets the same, or infinity in ignored rows. The marks of the row tiles
+    reference_C gets the same numbers, but infinity in ignored rows. The marks of the row tiles
     (exponentials/recompute.py) are cleared.
     """
     C, D = x_CD.shape
@@ -185,7 +185,7 @@ def target_logits(
 
 
 def gather_rows(out_CD: Tensor, x: Tensor, counted: CountedChunk) -> None:
-    """Copy a chunk's rows to out_CD, with zeros as the rows that do not count.
+    """Copy a chunk's rows to out_CD, with zeros for the rows that do not count.
 
     x is [N, D], or [outer, inner, D] if it has no view [N, D].
     """
@@ -210,7 +210,7 @@ def scale_rows(
     out_CD: Tensor,
     counted: CountedChunk = ALL,
 ) -> None:
-    """Write factor row_scale_C x_CD to out_CD, which may be x_CD; without a factor it is 1."""
+    """Write factor row_scale_C x_CD to out_CD, which may be x_CD; a factor of None means 1."""
     C, D = x_CD.shape
     _scale_rows_kernel[(C,)](
         x_CD, row_scale_C, factor, out_CD, *counted[1:], x_CD.stride(0), out_CD.stride(0), C, D,
@@ -251,7 +251,7 @@ def input_gradient(
 
 
 def row_strides(x: Tensor) -> tuple[int, int, int]:
-    """Return the outer and the inner stride of rows, and the number of rows per outer one."""
+    """Return the outer and the inner stride of rows, and the number of rows per outer stride."""
     return (x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.shape[-2])
 
 
