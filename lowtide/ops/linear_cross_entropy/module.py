@@ -44,13 +44,13 @@ class LinearCrossEntropyLoss(nn.Module):
         criterion.linear.weight = embedding.weight  # a tied head
 
     Args:
-        in_features, num_classes, bias, device, dtype: of `.linear`.
+        in_features, num_classes, bias, device, dtype: those of `.linear`.
         out_features: (d1, ..., dK) of a K-dimensional loss; `.linear` then has V d1 ... dK outputs.
         weight: class weights [V], kept as a buffer.
-        logit_scale: a float. A learned one is refused: keep it in your own module and call the
+        logit_scale: a float. A learned scale is refused: keep it in your own module and call the
             function.
-        The others are those of :func:`linear_cross_entropy`. Row weights and the normaliser go to
-        the call: ``criterion(hidden, target, row_weight=..., normalizer=...)``.
+        All other arguments are those of :func:`linear_cross_entropy`. Row weights and the
+        normaliser go to the call: ``criterion(hidden, target, row_weight=..., normalizer=...)``.
 
     For the weight of a head that another module owns (Liger's module takes it in the call), use
     :func:`linear_cross_entropy`.
