@@ -4,7 +4,8 @@ The modules, in the order of imports (a module imports only those above it):
 
     bf16_split.py       float32 as a sum of bfloat16 pieces
     dropout.py          dropout's keys in one launch
-    tiles.py            what the kernels share: loads, products, scores, masks
+    tiles.py            what the kernels share: loads, products, scores, dropout's mask
+    visible.py          which tiles of keys or queries a program looks at
     forward.py          the forward kernel
     few_queries.py      forward kernels for few queries with many keys
     recompute.py        backward kernels that recompute the scores

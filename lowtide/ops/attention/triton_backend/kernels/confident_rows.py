@@ -15,7 +15,6 @@ import triton.language as tl
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.attention.triton_backend.kernels.tiles import (
     head,
-    interval,
     keep_mask,
     load_bias,
     load_pieces,
@@ -23,9 +22,9 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     product,
     row_terms_at,
     score_tile,
-    visible_range,
     weights,
 )
+from lowtide.ops.attention.triton_backend.kernels.visible import interval, visible_range
 
 # A row is confident if one key has more than half of its weight: if this is above the logarithm in
 # base 2 of the sum of its weights, of which the largest is 1.

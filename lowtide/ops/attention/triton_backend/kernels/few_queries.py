@@ -15,17 +15,19 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     LOWEST,
     dot,
     head,
-    interval,
     keep_mask,
     load_tile,
     multiple,
     multiples,
     score_tile,
     store_statistics,
+    weights,
+)
+from lowtide.ops.attention.triton_backend.kernels.visible import (
+    interval,
     tile_start,
     visible_range,
     visible_tiles,
-    weights,
 )
 
 

@@ -12,7 +12,6 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     LOWEST,
     add_product,
     head,
-    interval,
     keep_mask,
     load_bias,
     load_pieces,
@@ -20,13 +19,16 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     multiples,
     product,
     score_tile,
-    shown_range,
     store_statistics,
     store_tile,
+    weights,
+)
+from lowtide.ops.attention.triton_backend.kernels.visible import (
+    interval,
+    shown_range,
     tile_start,
     visible_range,
     visible_tiles,
-    weights,
 )
 
 

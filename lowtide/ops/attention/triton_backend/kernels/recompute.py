@@ -16,7 +16,6 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     add_product,
     dot,
     head,
-    interval,
     keep_mask,
     load_bias,
     load_pieces,
@@ -30,14 +29,17 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     score_gradient,
     score_tile,
     scores_at,
-    shown_range,
     store_scores,
     store_tile,
+    weights,
+)
+from lowtide.ops.attention.triton_backend.kernels.visible import (
+    interval,
+    shown_range,
     tile_start,
     tiles_if_shown,
     visible_range,
     visible_tiles,
-    weights,
 )
 
 

@@ -13,7 +13,6 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.attention.triton_backend.kernels.tiles import (
     dot,
     head,
-    interval,
     keep_mask,
     load_bias,
     load_rows,
@@ -25,9 +24,9 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     score_gradient,
     score_tile,
     store_tile,
-    visible_range,
     weights,
 )
+from lowtide.ops.attention.triton_backend.kernels.visible import interval, visible_range
 
 
 @remember_launches

@@ -15,7 +15,6 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     LOWEST,
     dot,
     head,
-    interval,
     keep_mask,
     load_bias,
     load_tile,
@@ -26,6 +25,7 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     store_tile,
     weights,
 )
+from lowtide.ops.attention.triton_backend.kernels.visible import interval
 
 
 @remember_launches

@@ -19,7 +19,6 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     add_product,
     dot,
     head,
-    interval,
     keep_mask,
     load_bias,
     load_pieces,
@@ -34,10 +33,13 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     scores_at,
     store_scores,
     store_tile,
+    weights,
+)
+from lowtide.ops.attention.triton_backend.kernels.visible import (
+    interval,
     tile_start,
     visible_range,
     visible_tiles,
-    weights,
 )
 
 # Arguments that differ from strip to strip. Triton does not specialise a kernel on their values.

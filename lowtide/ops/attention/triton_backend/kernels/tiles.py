@@ -19,8 +19,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # The lowest finite float32. A row that has seen no key yet is shifted by it, and no score is below
 # it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-# Numbers of a bool bias that are looked through at a time.
-MASK_BLOCK = tl.constexpr(2048)
 
 
 @triton.jit
@@ -277,92 +275,6 @@ def store_statistics(ptr, bh, i, M, max_m, sum_m, BASE_2: tl.constexpr):
     ptr += bh.to(tl.int64) * (2 * M) + i
     tl.store(ptr, max_m, mask=i < M)
     tl.store(ptr + M, log_sum_m, mask=i < M)
-
-
-@triton.jit
-def visible_tiles(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
-    """Return the tiles that touch low <= n < high, counted in tiles.
-
-    These are the first tile; the first and the last + 1 of those that are seen whole; the number of
-    whole tiles; and the number of others.
-    """
-    first, last = low // BLOCK, tl.cdiv(high, BLOCK)
-    whole_first = tl.minimum(tl.maximum(tl.cdiv(whole_low, BLOCK), first), last)
-    whole_last = tl.maximum(whole_high // BLOCK, whole_first)
-    wholes = whole_last - whole_first
-    return first, whole_first, whole_last, wholes, last - first - wholes
-
-
-@triton.jit
-def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return where the tile of a step lies.
-
-    Whole tiles are in one loop, those before and after them in another, so that only the second
-    loop applies masks. The second has no pipeline of its own (one stage), or ptxas makes the matrix
-    products of both loops wait for each other (decision 0019).
-    """
-    tile = whole_first + step
-    if MASKED:
-        before = whole_first - first
-        tile = tl.where(step < before, first + step, whole_last + step - before)
-    return tile * BLOCK
-
-
-@triton.jit
-def visible_range(first_ptr, end_ptr, start, BLOCK: tl.constexpr, M, N):
-    """Return the columns that some rows from `start` on see, and those that all of them see."""
-    if first_ptr is None:
-        low, whole_low, whole_high, high = 0, 0, N, N
-    else:
-        last = tl.minimum(start + BLOCK, M) - 1  # both vectors are non-decreasing
-        low, whole_low = tl.load(first_ptr + start), tl.load(first_ptr + last)
-        whole_high, high = tl.load(end_ptr + start), tl.load(end_ptr + last)
-    return low, whole_low, whole_high, high
-
-
-@triton.jit
-def shown_range(
-    ptr, strides, low, whole_low, whole_high, high, N, COLUMN_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return the range without the keys before the first and after the last that a bool bias shows.
-
-    This is for a bool bias that is the same for all queries, as padding is; with another the range
-    stays as it is. A tile of which the bias hides a part still counts as seen whole.
-    """
-    if COLUMN_BIAS:  # noqa: SIM102  Triton looks at both sides of an "and", and there may be no bias
-        if ptr.dtype.element_ty == tl.uint8:
-            shown_low, shown_high = high, low
-            for start in range(low, high, MASK_BLOCK):
-                j = start + tl.arange(0, MASK_BLOCK)
-                shown = tl.load(ptr + j.to(tl.int64) * strides[3], mask=j < tl.minimum(high, N), other=0) != 0
-                shown_low = tl.minimum(shown_low, tl.min(tl.where(shown, j, high), 0))
-                shown_high = tl.maximum(shown_high, tl.max(tl.where(shown, j + 1, low), 0))
-            low = shown_low
-            high = tl.maximum(shown_high, shown_low)
-            whole_high = tl.minimum(whole_high, tl.cdiv(high, BLOCK) * BLOCK)
-    return low, whole_low, whole_high, high
-
-
-@triton.jit
-def tiles_if_shown(ptr, strides, j, N, wholes, rest, COLUMN_BIAS: tl.constexpr):
-    """Return the numbers of tiles, or 0 and 0 where such a bias hides all of the keys j."""
-    if COLUMN_BIAS:  # noqa: SIM102  Triton looks at both sides of an "and", and there may be no bias
-        if ptr.dtype.element_ty == tl.uint8:
-            shown = tl.load(ptr + j.to(tl.int64) * strides[3], mask=j < N, other=0)
-            shows_any = tl.max(shown.to(tl.int32), 0) > 0
-            wholes, rest = tl.where(shows_any, wholes, 0), tl.where(shows_any, rest, 0)
-    return wholes, rest
-
-
-@triton.jit
-def interval(first_ptr, end_ptr, i, M, N):
-    """Return the keys that each row sees; a row beyond the last sees none."""
-    if first_ptr is None:
-        first, end = tl.zeros_like(i), tl.where(i < M, N, 0)
-    else:
-        first = tl.load(first_ptr + i, mask=i < M, other=0)
-        end = tl.load(end_ptr + i, mask=i < M, other=0)
-    return first, end
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     add_product,
     dot,
     head,
-    interval,
     keep_mask,
     load_bias,
     load_rows,
@@ -24,9 +23,9 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     score_gradient,
     score_tile,
     store_tile,
-    visible_range,
     weights,
 )
+from lowtide.ops.attention.triton_backend.kernels.visible import interval, visible_range
 
 
 @remember_launches
