@@ -12,5 +12,6 @@ The modules, in the order of imports (a module imports only those above it):
     launch_small_problems.py  launches of many small problems, and for a short bias
     launch_few_queries.py  launches of forward for a few queries of many keys
     launch_forward.py   the launch of forward
+    launch_stored_scores.py  launches of backward that store a strip's scores or read them
     launch_backward.py  launches of backward
 """

@@ -1,9 +1,9 @@
 """Launch the Triton kernels of backward.
 
 Small problems have their own (launch_small_problems.py). Otherwise scores are computed twice, or
-once and what is needed of them is stored (strips.py), or once by a program that has a whole
-problem. A bias of short problems may have its gradient from scores that are computed once more, and
-one that nothing shares has it from the kernel of dq.
+once and what is needed of them is stored (launch_stored_scores.py), or once by a program that has a
+whole problem. A bias of short problems may have its gradient from scores that are computed once
+more, and one that nothing shares has it from the kernel of dq.
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of values.
 """
@@ -11,35 +11,27 @@ Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E f
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv, next_power_of_2
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, allocate, is_far
-from lowtide.ops.attention.triton_backend import launch_small_problems
+from lowtide.ops.attention.triton_backend import launch_small_problems, launch_stored_scores
 from lowtide.ops.attention.triton_backend.kernels.confident_rows import confident_delta_kernel
 from lowtide.ops.attention.triton_backend.kernels.recompute import (
     delta_kernel,
     key_value_gradient_kernel,
     query_gradient_kernel,
 )
-from lowtide.ops.attention.triton_backend.kernels.stored_scores import (
-    bias_of_scores_kernel,
-    key_value_of_scores_kernel,
-    query_of_scores_kernel,
-    scores_kernel,
-)
 from lowtide.ops.attention.triton_backend.kernels.whole_problems import whole_problem_gradient_kernel
 from lowtide.ops.attention.triton_backend.launch import (
     KernelCall,
-    Strides,
-    broadcast_strides,
     kernel_call,
     step_of,
     strides_of,
 )
+from lowtide.ops.attention.triton_backend.launch_stored_scores import StripMemory
 from lowtide.ops.attention.triton_backend.strips import Stored, Strip, scores_to_store, strips
 
 # Queries of a program of delta_kernel.
@@ -52,21 +44,6 @@ LONGEST, PROBLEMS = 1024, 528
 FEW_SCORES = 1 << 24
 # Strips of fewer programs leave the card idle: then scores are computed again.
 FEWEST_PROGRAMS = 192
-
-
-@dataclass(frozen=True, slots=True)
-class StripMemory:
-    """Hold where a strip's numbers are stored; None for those that are not (strips.Stored)."""
-
-    weight: Tensor | None = None
-    grad_scores: Tensor | None = None
-    grad_z: Tensor | None = None
-
-    @property
-    def strides(self) -> Strides:
-        """Return the strides that all of them have."""
-        tensors = (self.weight, self.grad_scores, self.grad_z)
-        return next((each.stride() for each in tensors if each is not None), (0, 0, 0))
 
 
 def backward(
@@ -276,24 +253,17 @@ def _strips_of_heads(
     call = call.split(first.heads(call.size), first.key_heads, ("value",) if together else ())
     _confident_delta("key and value" if together else "value", call, first)
     for strip in of_heads:
-        memory = _memory(call, strip, stores, room)
+        memory = launch_stored_scores.memory_of(call, strip, stores, room)
         if many:
-            _scores(call, strip, memory)
+            launch_stored_scores.store(call, strip, memory)
         has_key = not many and _key_value_gradient(call, strip, memory)
         if total is not None:
-            _query_of_scores(call, strip, memory, total, add)
+            launch_stored_scores.query_gradient(call, strip, memory, total, add)
         if not has_key:
-            _key_value_of_scores(call, strip, memory, call.grad_value if many else None)
+            launch_stored_scores.key_value_gradients(call, strip, memory, call.grad_value if many else None)
         if call.grad_bias is not None:
-            _bias_of_scores(call, strip, memory, call.grad_bias, add_bias)
+            launch_stored_scores.bias_gradient(call, strip, memory, call.grad_bias, add_bias)
     _round_sum(total, grad_query)
-
-
-def _memory(call: KernelCall, strip: Strip, stores: Stored, room: Tensor) -> StripMemory:
-    """Return where a strip stores its numbers."""
-    shape = strip.shape(call.size)
-    tensors = (part[: math.prod(shape)].view(shape) for part in room)
-    return StripMemory(*(next(tensors) if each else None for each in stores))
 
 
 def _key_value_gradient(call: KernelCall, strip: Strip, memory: StripMemory) -> bool:
@@ -353,80 +323,6 @@ def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory)
         strides_of(call.grad_value), memory.strides, strip.batches, *call.sizes, strip.first_group,
         strip.first_key, tiles, *call.scalars, **call.constants, PIECES=call.pieces, **tile.constants,
         **tile.options,
-    )  # fmt: skip
-
-
-def _scores(call: KernelCall, strip: Strip, memory: StripMemory) -> None:
-    """Store the gradients of a strip's scores, and its weights if they are stored."""
-    _, _, G, M, N, _, _ = call.size
-    B, R = strip.batches, call.size.R
-    tile, heads = call.tile("scores"), strip.batches * strip.groups * R
-    tiles_m, tiles_n = cdiv(M, tile.M), cdiv(strip.keys, tile.N)
-    parts = None
-    if call.bias_sum is not None:
-        parts = call.bias_sum.new_zeros(heads, tiles_m, tiles_n * tile.N)
-    scores_kernel[(heads * tiles_m * tiles_n,)](
-        *call.tensors, call.grad_output, call.row_terms, memory.weight, memory.grad_scores, memory.grad_z,
-        parts, *call.strides, strides_of(call.grad_output), memory.strides, B, *call.sizes,
-        strip.first_group, strip.first_key, tiles_m, tiles_n, *call.scalars, **call.constants,
-        **tile.constants, **tile.options,
-    )  # fmt: skip
-    if call.bias_sum is not None and parts is not None:
-        keys = slice(strip.first_key, strip.end_key)
-        sums = parts.sum(1)[:, : strip.keys].view(strip.groups, B, R, strip.keys)
-        call.bias_sum.view(B, G, R, N)[:, strip.key_heads, :, keys] = sums.transpose(0, 1)
-
-
-def _query_of_scores(
-    call: KernelCall, strip: Strip, memory: StripMemory, grad_query: Tensor, add: bool
-) -> None:
-    """Compute dq from the stored gradients of scores, or add it to what is there."""
-    _, R, M, N, K, _ = call.sizes
-    tile = call.tile("query of scores")
-    tiles = cdiv(M, tile.M)
-    query_of_scores_kernel[(tiles * strip.batches * strip.groups * R * tile.blocks_K,)](
-        call.key, call.first, call.end, memory.grad_scores, grad_query, strides_of(call.key),
-        memory.strides, grad_query.stride(), strip.batches, R, M, N, K, strip.first_group,
-        strip.groups, strip.first_key, strip.end_key, tiles, call.scalars.scale,
-        PRECISION=call.switches.precision, PIECES=call.pieces, ADD=add, BLOCK_M=tile.M, BLOCK_N=tile.N,
-        BLOCK_K=tile.K, BLOCKS_K=tile.blocks_K, CUT_K=tile.cut_K, **tile.options,
-    )  # fmt: skip
-
-
-def _key_value_of_scores(
-    call: KernelCall, strip: Strip, memory: StripMemory, grad_value: Tensor | None
-) -> None:
-    """Compute dk and dv, or one of them, from what is stored."""
-    _, R, M, N, K, E = call.sizes
-    tile = call.tile("key and value of scores")
-    blocks = tile.blocks_K * (call.grad_key is not None) + tile.blocks_E * (grad_value is not None)
-    if not blocks:
-        return
-    key_value_of_scores_kernel[(cdiv(strip.keys, tile.N) * strip.batches * strip.groups * blocks,)](
-        call.query, call.grad_output, call.first, call.end, call.row_first, call.row_end,
-        memory.grad_scores, memory.weight, call.grad_key, grad_value, strides_of(call.query),
-        strides_of(call.grad_output), memory.strides, strides_of(call.grad_key),
-        strides_of(grad_value), strip.batches, R, M, N, K, E, strip.first_group, strip.groups,
-        strip.first_key, call.scalars.scale, PRECISION=call.switches.precision, PIECES=call.pieces,
-        **tile.constants, **tile.options,
-    )  # fmt: skip
-
-
-def _bias_of_scores(
-    call: KernelCall, strip: Strip, memory: StripMemory, grad_bias: Tensor, add: bool
-) -> None:
-    """Compute the bias's gradient from the stored gradients of scores."""
-    _, R, M, N, _, _ = call.sizes
-    tile = call.tile("bias of scores")
-    all_of = strip.batches, strip.groups * R
-    own = tuple(1 if shared == 1 else count for shared, count in zip(grad_bias.shape, all_of))
-    loops = all_of[0] // own[0], all_of[1] // own[1]
-    tiles = cdiv(M, tile.M), cdiv(strip.keys, tile.N)
-    scores = memory.grad_scores if memory.grad_z is None else memory.grad_z
-    bias_of_scores_kernel[(math.prod(tiles + own),)](
-        call.first, call.end, scores, grad_bias, memory.strides, broadcast_strides(grad_bias),
-        strip.batches, R, M, N, own, loops, strip.first_group, strip.first_key, tiles, ADD_BIAS=add,
-        BLOCK_M=tile.M, BLOCK_N=tile.N, **tile.options,
     )  # fmt: skip
 
 
