@@ -6,8 +6,8 @@ It writes the gradient G of the student's logits, formed in float32 and rounded 
 operands' dtype, over those logits. Then linear_cross_entropy/engines/engine.py forms dX = G W and
 dW = G^T X.
 
-The factor that all rows share, 1 / (temperature n), stays out of G. There it would round all small
-numbers alike.
+The factor that all rows share, 1 / (temperature n), is not part of G, where it would round all
+small numbers alike.
 
 Shapes: N rows, D features, V classes; C rows of a chunk, B classes of a block.
 """
@@ -37,7 +37,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import Weig
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import SingleProduct
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
-# Room for a reverse KL's p (s - t - L), which may exceed 1, in a float16 gradient.
+# Room in a float16 gradient for a reverse KL's p (s - t - L), which may exceed 1.
 ROOM = 64
 
 
@@ -59,7 +59,7 @@ class BothLogits:
 class DistillationEngine(Engine):
     """Walk over one call's chunks with the logits of student and teacher.
 
-    Gradients are those of the sum of grad_output * loss; None stands for 1 in each row.
+    Gradients are those of the sum of grad_output * loss; a grad_output of None is 1 in each row.
     """
 
     plan: DistillationPlan
@@ -93,7 +93,7 @@ class DistillationEngine(Engine):
         ]
         if grad_output is None:
             self.coef_N = self.buffer(n).fill_(1)
-        else:  # a sum's is one number, expanded, and kernels would read beyond it
+        else:  # the grad_output of a sum is one expanded number; kernels would read beyond it
             self.coef_N = grad_output.to(plan.sum_dtype).reshape(-1).contiguous()
         self.denominator, self.ignored_N = self.buffer().fill_(n), None
         if ignored_N1 is not None:
@@ -108,7 +108,7 @@ class DistillationEngine(Engine):
             self.coef_N = order.gather(self.coef_N, 0)
             self.denominator = self.buffer().fill_(order.N).sub_(self.ignored_N.sum())
         self.factor = self.buffer().fill_(1).div_(options.temperature)
-        # What the host knows of the factor's inverse; all of it if no row is ignored.
+        # The part of the factor's inverse that the host knows: all of it if no row is ignored.
         self.share = options.temperature * (self.M if options.reduction == "mean" else 1)
         if options.reduction == "mean":
             self.factor.div_(self.denominator.clamp(min=1))
@@ -125,11 +125,11 @@ class DistillationEngine(Engine):
         if self.plan.agreement is not None and self.plan.agreement.differ is not None:
             loss_N.masked_fill_(self.plan.agreement.differ, torch.nan)
         if self.options.reduction == "none":
-            if self.order is not None:  # not a view, which autograd lets nobody change in place
+            if self.order is not None:  # a copy, since autograd lets nobody change a view in place
                 loss = self.buffer(*leading).copy_(self.order.own(loss_N).view(leading))
             return loss, gradients
         loss = loss.sum()
-        # If no row counts, NaN as in torch.
+        # If no row counts, the mean is NaN, as in torch.
         return loss.div_(self.denominator) if self.options.reduction == "mean" else loss, gradients
 
     def _gradients(self) -> Gradients:
@@ -164,7 +164,7 @@ class DistillationEngine(Engine):
     def begin_stats(
         self, logits_CV: BothLogits, coefs: Tensor, stats: Statistics, rows: slice
     ) -> Callable[[], None]:
-        """Take the statistics of this rank's classes, and begin to gather those of all."""
+        """Take the statistics of this rank's classes, and begin to gather those of all ranks."""
         agreement, beta = self.plan.agreement, self.options.beta
         assert agreement is not None
         take = functools.partial(self._pass, logits_CV, coefs, columns=self.columns(rows), part=True)
@@ -266,9 +266,9 @@ class DistillationEngine(Engine):
 
 
 class _MaskedOperand(Operand):
-    """Read the rows of one head, with 0 in place of ignored ones.
+    """Read the rows of one head, with 0 in place of ignored rows.
 
-    Ignored rows may be NaN, which no factor takes to 0.
+    Ignored rows may be NaN, and a factor of 0 would leave NaN.
     """
 
     def __init__(

@@ -1,16 +1,16 @@
-"""Register the operators that a graph sees of distillation, their outputs' shapes and their FLOPs.
+"""Register the operators of distillation for graphs, their outputs' shapes and their FLOPs.
 
-    distillation            the loss. For mean and sum also the wanted gradients, each as two
-                            tensors: the sum of the products, or that sum rounded; and the factor
-                            still to be applied, empty for 1.
-    distillation_backward   for reduction "none": the wanted gradients, from the upstream
+    distillation            computes the loss. For mean and sum it also computes the wanted
+                            gradients, each as two tensors: the sum of the products, or that sum
+                            rounded; and the factor still to be applied, empty for 1.
+    distillation_backward   computes, for reduction "none", the wanted gradients from the upstream
                             gradient
 
-Of heads that are divided over ranks, the first returns for "none" the number of the call, and the
-second takes it, so that the ranks run the backward of the same call.
+If heads are divided over ranks, the first operator returns the number of the call for "none". The
+second takes this number, so that all ranks run the backward of the same call.
 
-They have no derivatives of their own; autograd.py has these. An operator chooses its chunk sizes
-inside, so a new number of rows does not compile a graph again.
+These operators have no derivatives of their own; autograd.py has the derivatives. An operator
+chooses its chunk sizes inside, so a new number of rows does not compile a graph again.
 
 Shapes: N rows, D features, V classes.
 """
@@ -57,7 +57,7 @@ ARGUMENTS = f"{_schema(Heads)}, bool[] needs_grad, {_schema(DistillationOptions)
 
 @operator("distillation", f"({ARGUMENTS}) -> Tensor[]")
 def distillation(*arguments: Any) -> list[Tensor]:
-    """Run the engine; return the loss, then a gradient and a factor for each one that is wanted."""
+    """Run the engine; return the loss, then for each wanted gradient a tensor and its factor."""
     heads, needs_grad, options = _parsed(arguments)
     plan = _planned(heads, needs_grad, options, "distillation")
     with on_device_of(heads.student_input):
@@ -87,7 +87,7 @@ def distillation_backward(grad_output: Tensor | None, number: Tensor | None, *ar
 def _planned(
     heads: Heads, needs_grad: Sequence[bool], options: DistillationOptions, operator: str, **backward: Any
 ) -> DistillationPlan:
-    """Return the plan; where the heads are divided over ranks, after these agree."""
+    """Return the plan; if the heads are divided over ranks, let the ranks agree on it first."""
     plan = make_plan(heads, options, needs_grad)
     if not options.group:
         return plan

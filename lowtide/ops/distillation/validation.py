@@ -1,4 +1,4 @@
-"""Check what a call looks like.
+"""Check the arguments of a call.
 
 Each error message names the argument, what was expected, what came, and what to do.
 """
@@ -23,7 +23,7 @@ OPTIONAL = ("student_bias", "teacher_bias", "ignored")
 
 
 def check_heads(heads: Heads, *, divided: bool = False) -> None:
-    """Raise unless the tensors of both heads fit each other; a rank may have no divided classes."""
+    """Raise unless the tensors of both heads fit; a rank of divided heads may have no class."""
     given = heads._asdict()
     named = {name: tensor for name, tensor in given.items() if name not in OPTIONAL or tensor is not None}
     check_tensors(named)

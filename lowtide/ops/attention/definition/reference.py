@@ -1,6 +1,6 @@
 """Compute attention by its definition, with all scores at once.
 
-It runs in any dtype, on any device, and has derivatives of any order.
+The definition runs in any dtype, on any device, and has derivatives of any order.
 
 Shapes: B batches, H query heads, G key heads, M queries, N keys, K features, E of values.
 """
@@ -30,7 +30,7 @@ def attention(operands: Operands, options: AttentionOptions) -> tuple[Tensor, Te
 def attend(
     operands: Operands, shown_MN: Tensor | None, keep_BHMN: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return both for operands in the dtype of sums; the mask and dropout are matrices."""
+    """Return result and logsumexp for operands in the sums' dtype, with mask and dropout dense."""
     query, key, value, bias = operands.differentiable
     size = sizes(operands)
     B, H, G, M, N, K, E = size

@@ -3,8 +3,8 @@
 A tile has some heads (a chunk), some rows of queries and some columns of keys.
 
 Shapes: B batches, H query heads, G key heads, R = H / G; M queries, N keys, X features of any kind.
-Of a tile: c = batches times key heads, r = R times m rows (the query heads of a key head follow
-each other), n columns.
+A tile has c = batches times key heads, r = R times m rows (those of the query heads of a key head
+follow each other), and n columns.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lowtide.ops.attention.definition.operands import AttentionSizes
 
-# Scores in a tile. A tile of this size stays in a core's own cache from one pass to the next, and
-# is large enough that the call of a torch operation takes little time beside it.
+# The number of scores in a tile. A tile of this size stays in a core's own cache from one pass to
+# the next, and takes much longer to compute than torch takes to call an operation.
 TILE = 1 << 18
-# A tile's sides, if there are so many queries (of all R heads) and keys. Products of this size run
-# at full speed.
+# The length of a tile's sides, if there are at least as many queries (of all R heads) and keys.
+# Products of this size run at full speed.
 SIDE = 512
 
 
@@ -88,8 +88,8 @@ class Chunk(NamedTuple):
 def tile_shape(size: AttentionSizes) -> TileShape:
     """Return a tile's size for this call.
 
-    A tile is square if there are many queries and many keys. If there are few of one, it is longer
-    along the other. If there are few of both, it has several heads.
+    A tile is square if there are many queries and many keys. If there are few queries, the tile has
+    more keys, and the reverse. If there are few of both, the tile has several heads.
     """
     columns = max(1, min(size.N, SIDE))
     rows = max(1, min(size.M * size.R, TILE // columns))

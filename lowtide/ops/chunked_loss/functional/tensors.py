@@ -1,9 +1,9 @@
-"""Find the tensors that the caller's two functions bring along, and put others in their places.
+"""Find the tensors that the caller's two functions bring along, and replace them by copies.
 
 Autograd has to know every tensor that a loss depends on. An nn.Module brings its parameters, a
-bound method those of its module, a functools.partial its arguments. While a chunk runs, detached
-copies that share their memory take their places, so that none of their hooks sees a chunk's
-gradient. What comes through a closure cannot be replaced (closures.py).
+bound method those of its module, a functools.partial its arguments. While a chunk runs, these
+tensors are replaced by detached copies that share their memory, so that hooks of the originals see
+no gradient of a chunk. Tensors in a closure cannot be replaced (closures.py).
 """
 
 import functools
@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 Result = TypeVar("Result")
 
 ROW = object()
-"""Stands among a call's arguments for a chunk of the next tensor that is cut."""
+"""Marks a place in a call's arguments where a chunk of the next tensor that is cut goes."""
 
 
 class Functional:
@@ -28,9 +28,9 @@ class Functional:
 
     Attributes:
         modules: the modules that the functions and arguments bring along, by name.
-        tensors: the tensors that they bring along themselves, by name.
-        learned: the tensors that need a gradient (with `every`, those that may have one), each
-            once. They include parameters of the modules.
+        tensors: the tensors that they bring along outside of modules, by name.
+        learned: the tensors that need a gradient, each once, including parameters of the modules.
+            With `every`, all tensors that could have a gradient.
         names: the name of each learned tensor.
     """
 
@@ -76,7 +76,7 @@ class Functional:
     def substituted(self, learned: tuple[Tensor, ...], run: Callable[[], Result]) -> Result:
         """Return run(), with these tensors in place of the modules' parameters.
 
-        A backward pass belongs inside as well: a head with checkpoints runs once more in it.
+        Run the backward pass within `run` as well: in it, a head with checkpoints runs once more.
         """
         parameters = {name: learned[place] for name, place in self._parameters.items()}
         result: Result = torch.func.functional_call(self._stage, parameters, (run,), tie_weights=False)
@@ -84,7 +84,7 @@ class Functional:
 
 
 class _Stage(nn.Module):
-    """Hold all modules in one, which torch.func.functional_call asks for."""
+    """Hold all modules in one module, because torch.func.functional_call takes only one."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         super().__init__()

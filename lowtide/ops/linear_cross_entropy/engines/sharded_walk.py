@@ -35,9 +35,9 @@ def walk_tokens(
     ]
     sums = [choose_accumulator(plan, k, dw) for k, dw in enumerate(gradients.weights)]
     gradient = any(each is not None for each in (*summed, *sums, gradients.bias, gradients.scale))
-    # This rank may form dW by blocks of classes, elsewhere, and other ranks may not. It takes part
-    # here if statistics are gathered. Otherwise it leaves if it forms no gradient here: then no
-    # rank sums an input gradient, which all ranks would form here.
+    # This rank may form dW elsewhere, by blocks of classes, while other ranks form it here. If
+    # statistics are gathered, this rank has to take part here. Otherwise it leaves if it forms no
+    # gradient here: then no rank sums an input gradient, since all ranks would form it here.
     if not take_stats and not gradient:
         return
     in_turn = [*chunks_of(engine)]

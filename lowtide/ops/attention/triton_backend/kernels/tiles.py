@@ -1,9 +1,9 @@
 """Provide what the Triton kernels share: a tile of scores, from its product to its gradient.
 
 In half precision scores are in base 2 (BASE_2: z log2(e)), so that an exponential is one
-instruction. Beside a floating-point bias they stay in natural units, since -1e9, or the lowest
-number there is, has to keep its value; and so in float32, whose weights are exact only as the
-exponential of a difference of scores (decision 0055).
+instruction. With a floating-point bias scores stay in natural units, since a bias of -1e9, or of
+the lowest finite number, has to keep its value. They also do in float32, where weights are exact
+only as the exponential of a difference of scores (decision 0055).
 
 Indices i of queries and j of keys are columns or rows of numbers that broadcast against each other.
 A kernel that wants the transposed tile passes them transposed.
@@ -16,17 +16,17 @@ from lowtide.core.kernels.triton_helpers import tanh_and_room
 from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP, next_piece
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# The lowest finite float32. A row that has seen no key yet is shifted by it, and no score is below
+# The lowest finite float32. It is the shift of a row that has seen no key yet; no score is below
 # it.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def multiple(F, DIVISOR: tl.constexpr):
-    """Return F, which a DIVISOR above 1 divides, so that Triton knows it.
+    """Return F in a form that shows Triton that DIVISOR, if above 1, divides it.
 
-    Triton sees for itself that 16 divides a number. Of other numbers it knows nothing, and loads
-    what lies behind them one number at a time.
+    Triton finds out by itself if 16 divides a number. It finds no other divisor, and then loads
+    what the number addresses one element at a time.
     """
     if DIVISOR > 1:
         F = F // DIVISOR * DIVISOR
@@ -35,9 +35,10 @@ def multiple(F, DIVISOR: tl.constexpr):
 
 @triton.jit
 def multiples(strides, DIVISOR: tl.constexpr):
-    """Return the strides of [B, H, I, F] with the same known of all but the last.
+    """Return the strides of [B, H, I, F], showing Triton that DIVISOR divides all but the last.
 
-    DIVISOR is a kernel's CUT_K or CUT_E: 0 (no block is cut) and 1 say nothing.
+    DIVISOR is a kernel's CUT_K or CUT_E. If it is 0 (no block is cut) or 1, strides stay as they
+    are.
     """
     if DIVISOR > 1:
         strides = (
@@ -80,7 +81,7 @@ def store_tile(ptr, i, f, strides, I, F, tile):
 
 @triton.jit
 def load_rows(ptr, i, M, CUT: tl.constexpr):
-    """Load numbers of rows i; where CUT, 0 beyond the last row."""
+    """Load numbers of rows i; with CUT, return 0 beyond the last row."""
     if CUT:
         rows = tl.load(ptr + i, mask=i < M, other=0.0)
     else:
@@ -151,10 +152,10 @@ def dot(a, b, tile, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return the same product where both operands may be in pieces, smallest products first.
+    """Return what `dot` returns, for operands that may be in pieces; add smallest products first.
 
-    Two pieces each take three products, three take six. The products that are left out are as small
-    as what the pieces leave out.
+    Operands of two pieces take three products, operands of three pieces six. The products that are
+    left out are as small as the digits that the pieces leave out.
     """
     if PIECES == 1:
         tile = dot(a, b, tile, PRECISION, TRANSPOSED)
@@ -173,8 +174,8 @@ def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSP
 def add_product(a, b, total, PRECISION: tl.constexpr, PIECES: tl.constexpr):
     """Return total + a b, for a float32 tile a and a tile b that may be in pieces.
 
-    Three-piece products are summed apart first, since tensor cores round towards 0 with every
-    addition to a sum.
+    With three pieces, the products are first added up in a sum of their own, since tensor cores
+    round towards 0 with every addition to a sum.
     """
     a = to_pieces(a, b, PIECES)
     if PIECES > 2:
@@ -192,7 +193,7 @@ def product(
     """Return tile + a b^T over all features.
 
     The tiles a and b, loaded already, have all features or the first block of them. With three
-    pieces, each block of features is summed apart, as in add_product.
+    pieces, each block of features has a sum of its own, as in add_product.
     """
     tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
     if BLOCKS > 1:
@@ -210,7 +211,7 @@ def product(
 
 @triton.jit
 def load_bias(ptr, strides, i, j, M, N, COLUMN_BIAS: tl.constexpr):
-    """Load the bias of queries i and keys j, 0 outside; None if there is no bias.
+    """Load the bias of queries i and keys j, with 0 outside; return None if there is no bias.
 
     COLUMN_BIAS: the bias is the same for all queries. Its loads are issued before the product that
     the bias is added to, so that they overlap.
@@ -229,14 +230,14 @@ def load_bias(ptr, strides, i, j, M, N, COLUMN_BIAS: tl.constexpr):
 def score_tile(
     product, bias, j, first, end, scale, SOFTCAP: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Return z, and what the soft cap's slope is computed from (undefined without a soft cap).
+    """Return z and, for the soft cap's slope, 1 - |tanh| (undefined without a soft cap).
 
     bias: as load_bias returns it. MASKED: some scores of the tile may be hidden.
     """
     unit: tl.constexpr = LOG2E if BASE_2 else 1.0
     room = product
-    # Rounded here: a compiler that fuses this product with the subtraction of the row's maximum, a
-    # rounded product, would find that the largest score is not its own maximum.
+    # Round z here. The row's maximum is a rounded z; a compiler that fused this product with the
+    # subtraction of the maximum would find a difference even for the largest score.
     if SOFTCAP > 0:
         capped, room = tanh_and_room(product * (scale / SOFTCAP))
         z = tl.fma(capped, SOFTCAP * unit, 0.0)
@@ -323,7 +324,7 @@ def scores_at(ptr, strides, head, start_n):
 def store_scores(ptr, strides, n, i, tile, CUT: tl.constexpr):
     """Store a tile [keys, queries], padding included.
 
-    Queries beyond the last are stored as far as rows are padded, so that stores are of 16 bytes.
+    Queries beyond the last are stored as far as rows are padded, so that each store has 16 bytes.
     """
     ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
     tile = tile.to(ptr.dtype.element_ty)

@@ -15,8 +15,8 @@ MASK_BLOCK = tl.constexpr(2048)
 def visible_tiles(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
     """Return the tiles that touch low <= n < high, counted in tiles.
 
-    These are the first tile; the first and the last + 1 of those that are seen whole; the number of
-    whole tiles; and the number of others.
+    Return the first tile; the first tile that is seen whole, and the last + 1; the number of tiles
+    that are seen whole; and the number of other tiles.
     """
     first, last = low // BLOCK, tl.cdiv(high, BLOCK)
     whole_first = tl.minimum(tl.maximum(tl.cdiv(whole_low, BLOCK), first), last)
@@ -30,8 +30,8 @@ def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED
     """Return where the tile of a step lies.
 
     Whole tiles are in one loop, those before and after them in another, so that only the second
-    loop applies masks. The second has no pipeline of its own (one stage), or ptxas makes the matrix
-    products of both loops wait for each other (decision 0019).
+    loop applies masks. The second loop has one stage, and so no pipeline of its own; with a
+    pipeline ptxas makes the matrix products of both loops wait for each other (decision 0019).
     """
     tile = whole_first + step
     if MASKED:
@@ -58,8 +58,8 @@ def shown_range(
 ):
     """Return the range without the keys before the first and after the last that a bool bias shows.
 
-    This is for a bool bias that is the same for all queries, as padding is; with another the range
-    stays as it is. A tile of which the bias hides a part still counts as seen whole.
+    Only a bool bias that is the same for all queries, such as padding, changes the range. A tile
+    that the bias hides in part still counts as seen whole.
     """
     if COLUMN_BIAS:  # noqa: SIM102  Triton looks at both sides of an "and", and there may be no bias
         if ptr.dtype.element_ty == tl.uint8:
@@ -77,7 +77,7 @@ def shown_range(
 
 @triton.jit
 def tiles_if_shown(ptr, strides, j, N, wholes, rest, COLUMN_BIAS: tl.constexpr):
-    """Return the numbers of tiles, or 0 and 0 where such a bias hides all of the keys j."""
+    """Return the numbers of tiles, or 0 and 0 if a bool bias of keys hides all of the keys j."""
     if COLUMN_BIAS:  # noqa: SIM102  Triton looks at both sides of an "and", and there may be no bias
         if ptr.dtype.element_ty == tl.uint8:
             shown = tl.load(ptr + j.to(tl.int64) * strides[3], mask=j < N, other=0)

@@ -53,10 +53,10 @@ def epilogue(
     STORE: tl.constexpr, GUARDED: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr,
     RECOMPUTE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Run the epilogue of half a tile: store its partial sums, return what is stored of E.
+    """Run the epilogue of half a tile: store its partial sums, and return its part of E.
 
     `part` is the number of the half among all halves of a row. exponentials_kernel explains the
-    pointers and options. Without STORE and sums there is nothing to store, and this returns u.
+    pointers and options. Without STORE and sums E is not computed, and this returns u.
     """
     H: tl.constexpr = u_ch.shape[1]
     exp_ch = u_ch
@@ -66,7 +66,7 @@ def epilogue(
     beyond = first + H > B
     if bias_B_ptr is not None:
         u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
-    # Not exact: the exact slope would spill registers, and E is rounded to bfloat16 anyway.
+    # Take the inexact slope: the exact one would spill registers, and E is rounded to bfloat16.
     z_ch, bend_ch = transformed(u_ch, scale, SOFTCAP, False)
     if max_ptr is not None:
         z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
@@ -165,20 +165,20 @@ def exponentials_kernel(
     """Store E = exp(z - reference) in bfloat16 with 0 at the target, and partial sums in float32.
 
     Before it is stored, E is multiplied by each element's own factor in the gradient (soft-cap
-    slope, entropy) and, with factor_C_ptr, by its row's factor. For each row and half tile, what
-    has a pointer is computed:
+    slope, entropy) and, with factor_C_ptr, by its row's factor. For each row and half tile, the
+    kernel computes those of these that have a pointer:
 
         sum_ptr               sum of E
-        mean_ptr              sum of E (z - reference); needs max_ptr, and its reference is the
-                              half tile's largest z
+        mean_ptr              sum of E (z - reference), where the reference is the half tile's
+                              largest z; needs max_ptr
         grad_dot_logit_ptr    sum of E, with the elements' factors but not the row's, times u
         max_ptr, argmax_ptr   the largest z, and its class
 
-    ADD: add to the sums that earlier blocks of classes have stored. RECOMPUTE: only the row tiles
-    that are marked; marks_ptr[0] is 1 if any is, marks_ptr[1 + i] is not 0 if tile i is. GUARDED:
-    an ignored row, whose reference is infinite, adds 0 even if its logits are not finite. MASKED:
-    the target is excluded in every half tile, not only in those that hold one. Row tiles without a
-    row that counts (counted_rows.py) are left as they are.
+    ADD: add to the sums that earlier blocks of classes have stored. RECOMPUTE: compute only the row
+    tiles that are marked; marks_ptr[0] is 1 if any is, marks_ptr[1 + i] is not 0 if tile i is.
+    GUARDED: an ignored row, whose reference is infinite, adds 0 even if its logits are not finite.
+    MASKED: the target is excluded in every half tile, not only in those that hold one. Row tiles
+    without a row that counts (counted_rows.py) are left as they are.
 
     Grid: one program per multiprocessor, which takes tiles in turn.
     """
