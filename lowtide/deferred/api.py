@@ -65,7 +65,7 @@ class Deferral:
             del self.head.forward  # Hooks leave this attribute when they are removed.
         if type(self.head) is self._class:
             self.head.__class__ = self._plain
-        else:  # Another class was derived from it, such as by fully_shard.
+        else:  # Another class was derived from the deferred one; fully_shard does so.
             for name in ("forward", "__reduce_ex__", "lowtide_deferral"):
                 delattr(self._class, name)
         self._class = None

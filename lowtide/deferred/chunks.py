@@ -1,7 +1,7 @@
 """Evaluate functions of the rows of deferred logits, one chunk of rows at a time.
 
-A chunk's logits come from the recorded operations. These functions are for the
-cases where the fused operators do not apply.
+A chunk's logits come from the recorded operations. These functions are for the cases where the
+fused operators do not apply.
 
 Shapes: [...] are the rows, N of them; V classes; C rows of a chunk, K numbers picked from each.
 """

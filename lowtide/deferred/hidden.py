@@ -1,8 +1,7 @@
 """Define the proxy that a deferred head's forward receives in place of its hidden states.
 
-The product with as many outputs as there are classes becomes deferred logits. Operations of
-the head before that product (dropout, an adapter's first product, a norm) run at once, on the
-tensor.
+The product with as many outputs as there are classes becomes deferred logits. Operations of the
+head before that product (dropout, an adapter's first product, a norm) run at once, on the tensor.
 """
 
 from collections.abc import Callable, Sequence

@@ -37,7 +37,7 @@ def slope_of_tanh(room):
 def _scale_kernel(
     tensor_ptr, factor_ptr, second_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute out = factor second tensor, rounded once. Grid: programs that take blocks in turn."""
+    """Compute out = factor * second * tensor, rounded once. Grid: programs take blocks in turn."""
     factor = tl.load(factor_ptr)
     if second_ptr is not None:
         factor *= tl.load(second_ptr)

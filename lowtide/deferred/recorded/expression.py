@@ -206,7 +206,7 @@ def data_mesh(node: Node) -> Any:
 
 
 def gathered(node: Node) -> Node:
-    """Return the same tree with weights of all classes; all ranks have to call it."""
+    """Return the same tree with weights of all classes; all ranks have to call this."""
     return with_tensors(node, classes=lambda tensor: tensor) if is_sharded(node) else node
 
 

@@ -96,7 +96,7 @@ class HeadCall:
         self.forward = forwards[0]
         """The frame of the innermost autograd.Function's forward around the call, if any."""
         self.function: str | None = None
-        """The innermost Function around the call some of whose inputs need a gradient, if any."""
+        """The name of the innermost Function around the call that has an input to differentiate."""
         self.left = self.forward
         """The frame of that Function's forward."""
         if in_function() and not torch.is_grad_enabled():
@@ -249,8 +249,8 @@ class DeferredLogits(Proxy):
         """Return the tensor, materialised if need be; `operation` names what needs it."""
         self.check_function()
         if self.tensor is None:
-            # Count on the hidden states, which are small: a compiled graph copies what carries the
-            # count.
+            # Let the hidden states, which are small, carry the count: a compiled graph copies the
+            # tensor that carries it.
             counted = functools.partial(self.head_call.counts.on, event=operation)
             node = expression.with_first_input(self.checked(), counted)
             # Turn gradients on: a view made without them could not be changed in place where they

@@ -48,7 +48,8 @@ def by_classes(dims: int) -> tuple[Any, ...]:
 def transformers_forward(head: nn.Module) -> Callable[..., Any] | None:
     """Return the forward that Transformers' tensor parallelism has put on a head, or None.
 
-    It must gather the logits of all ranks, because deferred logits always stand for all classes.
+    Any other forward, or one that does not gather the logits of all ranks, gives None: deferred
+    logits always stand for all classes.
     """
     own = vars(head).get("forward")
     style = getattr(own, "__closure__", None) and inspect.getclosurevars(own).nonlocals.get("self")

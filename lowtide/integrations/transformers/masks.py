@@ -26,8 +26,8 @@ from lowtide.ops.attention.definition.masks import (
 ELSE = "attn_implementation='lowtide' makes no tensor for such; use 'sdpa' or 'eager' with this model"
 ELEMENTS = 1 << 22
 """The most elements of a mask that are examined at a time."""
-# Transformers 4 lacks the second. `register_attention` refuses that version, and the callback uses
-# no masks.
+# Transformers 4 lacks the bidirectional mask. `register_attention` refuses that version, and the
+# callback uses no masks.
 PLAIN = tuple(
     getattr(masking_utils, f"{name}_mask_function")
     for name in ("causal", "bidirectional")

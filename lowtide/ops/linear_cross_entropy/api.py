@@ -175,7 +175,7 @@ def linear_cross_entropy(
         Derivatives of higher order, forward mode, vmap, and gradients of probabilities or class
         weights differentiate the definition itself, chunk by chunk. They hold O(workspace) as well,
         and copies of the operands in the dtype of the sums. They are exact, but not fast.
-         A K-dimensional loss computes one position after the other, each with this workspace,
+        A K-dimensional loss computes one position after the other, each with this workspace,
         beside up to three float32 tensors of the input's size and one position's part of the
         weight's gradient (for float16 all of it is held in float32). With ``reduction="none"`` each
         position takes four products, and the weight's gradient is held once more as it is put
