@@ -93,10 +93,11 @@ class RecordedFunction:
         """Count a call, and return True if it is the one to be recorded."""
         if len(self.calls) >= MOST and likeness not in self.calls:
             self.calls.clear()
-        self.calls[likeness] = self.calls.get(likeness, 0) + 1
-        if self.calls[likeness] < RECORDED_CALL:
+        count = self.calls.get(likeness, 0) + 1
+        self.calls[likeness] = count
+        if count < RECORDED_CALL:
             return False
-        del self.calls[likeness]
+        self.calls.pop(likeness, None)  # another thread may have done so
         return True
 
 

@@ -26,6 +26,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
     Labels,
     Options,
     normalizer_of,
+    scale_of,
 )
 from lowtide.ops.linear_cross_entropy.operator import autograd, ops
 from lowtide.ops.linear_cross_entropy.operator.planner import (
@@ -47,7 +48,8 @@ Signature = tuple[Hashable, ...]
 class Tensors(NamedTuple):
     """Hold the tensors of a call, a head with one term, by the names of the public arguments.
 
-    Where a number is in a tensor's place, the call goes by the operators.
+    The logit scale may be a number. A call with a number as its normaliser, which changes with each
+    step, goes by the operators.
     """
 
     input: Tensor
@@ -61,7 +63,13 @@ class Tensors(NamedTuple):
 
     @property
     def head(self) -> Head:
-        return Head((self.input,), (self.linear_weight,), self.linear_bias, self.logit_scale)
+        scale = scale_of(self.logit_scale, self.input)
+        return Head((self.input,), (self.linear_weight,), self.linear_bias, scale)
+
+    @property
+    def scale_number(self) -> float | None:
+        """Return the logit scale if it is a number."""
+        return self.logit_scale if type(self.logit_scale) in (int, float) else None
 
     @property
     def labels(self) -> Labels:
@@ -72,10 +80,10 @@ class Tensors(NamedTuple):
 class RememberedCall:
     """Hold what was decided for a call, but no tensor."""
 
-    def __init__(self, plan: Plan, copied: tuple[bool, ...]) -> None:
+    def __init__(self, plan: Plan, copied: tuple[bool, ...], scale: float | None) -> None:
         from lowtide.core.recording.recorded import RecordedFunction  # imports Triton
 
-        self.plan, self.copied = plan, copied
+        self.plan, self.copied, self.scale = plan, copied, scale
         self.needs_grad = plan.needs_grad.all
         self.log_probs = plan.call_kind.log_probs
         self.by_row = self.log_probs or plan.options.reduction == "none"
@@ -84,10 +92,18 @@ class RememberedCall:
 
     def run(self, tensors: Tensors) -> Sequence[Tensor]:
         """Return the results, of which autograd knows if gradients are needed."""
+        if self.scale is not None:
+            tensors = tensors._replace(logit_scale=None)
         if any(self.needs_grad):
             kind = linear_log_probs if self.log_probs else linear_cross_entropy
-            return kind.apply(self, *tensors)  # type: ignore[no-any-return]
-        return self.compute(tensors)[: self.results]
+            results = kind.apply(self, *tensors)
+        else:
+            results = self.compute(tensors)[: self.results]
+        leading = tensors.input.shape[:-1]
+        if not self.by_row or len(leading) == 1:
+            return results  # type: ignore[no-any-return]
+        # Autograd refuses changes in place of a view that a Function returns.
+        return [each.view(leading) for each in results]
 
     def compute(self, tensors: Tensors) -> Any:
         """Return the results, and then what backward needs beside the tensors."""
@@ -98,8 +114,6 @@ class RememberedCall:
         self, tensors: Tensors, kept: Sequence[Tensor | None], grad_output: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the head's tensors."""
-        if self.by_row:
-            grad_output = [None if each is None else each.flatten() for each in grad_output]
         if is_differentiated(*grad_output):
             return self._differentiated(tensors, grad_output)
         if not self.by_row:
@@ -108,7 +122,7 @@ class RememberedCall:
             assert grad is not None
             return finish_gradients(kept, grad, of_head, self.needs_grad, self.plan.backend)
         given = *grad_output, *tensors, *kept
-        if not seen_by_nobody(given):
+        if torch.compiler.is_compiling() or not seen_by_nobody(given):
             return self._by_operator(tensors, kept, grad_output)
         strides = tuple([None if each is None else each.stride() for each in given])
         with on_device_of(tensors.input):
@@ -119,10 +133,10 @@ class RememberedCall:
     ) -> tuple[Tensor | None, ...]:
         options, needs_grad = self.plan.options, self.needs_grad
         if self.log_probs:
-            call = tensors.head, tensors.target, options, needs_grad
+            call = self._head(tensors), tensors.target, options, needs_grad
             found = autograd.differentiated_log_probs(*call, grad_output)
         else:
-            of_loss = tensors.head, tensors.labels, options, needs_grad
+            of_loss = self._head(tensors), tensors.labels, options, needs_grad
             found = autograd.differentiated_loss(*of_loss, grad_output[0])
         assert found is not None
         return found
@@ -132,30 +146,30 @@ class RememberedCall:
     ) -> tuple[Tensor | None, ...]:
         options, needs_grad = self.plan.options, self.needs_grad
         if self.log_probs:
-            call = tensors.head, tensors.target, options, needs_grad
+            call = self._head(tensors), tensors.target, options, needs_grad
             return autograd.of_row_log_probs(*call, statistics, grad_output)
-        of_loss = tensors.head, tensors.labels, options, needs_grad
+        of_loss = self._head(tensors), tensors.labels, options, needs_grad
         return autograd.of_row_losses(*of_loss, statistics, grad_output[0])
+
+    def _head(self, tensors: Tensors) -> Head:
+        return tensors.head if self.scale is None else tensors._replace(logit_scale=self.scale).head
 
     # What is recorded.
 
     def _forward(self, *each: Any) -> list[Tensor | None]:
         tensors = Tensors(*each)
-        call = self.plan, with_copies(tensors.head, self.copied), tensors.labels
+        call = self.plan, with_copies(self._head(tensors), self.copied), tensors.labels
         if not self.by_row:
             loss, gradients = ops.loss_and_gradients(*call)
             found = [] if gradients is None else [each for each in gradients.all if each is not None]
             return [loss, *(part for each in found for part in (each.tensor, each.remaining))]
-        outputs = (ops.row_log_probs if self.log_probs else ops.row_losses)(*call)
-        leading = tensors.input.shape[:-1]
-        results = [each.view(leading) for each in outputs[: self.results]]
-        return [*results, *outputs[self.results :]]
+        return [*(ops.row_log_probs if self.log_probs else ops.row_losses)(*call)]
 
     def _backward(self, *given: Any) -> list[Tensor]:
         count = 3 if self.log_probs else 1
         grad_output, tensors = given[:count], Tensors(*given[count : count + len(Tensors._fields)])
         kept = given[count + len(tensors) :]
-        call = self.plan, with_copies(tensors.head, self.copied), tensors.labels, kept
+        call = self.plan, with_copies(self._head(tensors), self.copied), tensors.labels, kept
         if self.log_probs:
             return ops.gradients_of_row_log_probs(*call, list(grad_output))
         return ops.gradients_of_row_losses(*call, *grad_output)
@@ -172,6 +186,9 @@ def signature(tensors: Tensors, *options: Any) -> Signature | None:
     """
     if torch.compiler.is_compiling() or torch_private.below_autograd is None:
         return None
+    scale = tensors.scale_number
+    if scale is not None:
+        tensors, options = tensors._replace(logit_scale=None), (*options, scale)
     kinds = tuple(map(type, options))
     if not all(kind in PLAIN for kind in kinds):
         return None
@@ -212,7 +229,7 @@ def remember(known: Signature, tensors: Tensors, *, log_probs: bool = False, **o
 def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> RememberedCall | None:
     head, target, device = tensors.head, tensors.target, tensors.input.device
     options = Options.of(tensors.input, Arguments(**given))
-    others = [each for each in tensors[2:] if each is not None]
+    others = [each for each in tensors[2:] if isinstance(each, Tensor)]
     labels = [each for each in (target, *tensors[5:]) if each is not None]
     if any(each.device != device for each in others) or any(each.requires_grad for each in labels):
         return None
@@ -225,7 +242,8 @@ def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> Remem
     if backend_of(options.engine) != "triton":
         return None
     copied = unreadable_operands(head, options, call_kind)
-    return RememberedCall(make_plan(with_copies(head, copied), options, call_kind), copied)
+    plan = make_plan(with_copies(head, copied), options, call_kind)
+    return RememberedCall(plan, copied, tensors.scale_number)
 
 
 class linear_cross_entropy(torch.autograd.Function):

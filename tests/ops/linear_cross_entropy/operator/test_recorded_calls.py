@@ -63,6 +63,7 @@ CASES = {
     "several chunks": Case((80, 16, 512), options={"workspace": 130_000}),
     "all tensors": Case(extras=EXTRAS),
     "all tensors in float16": Case(dtype=torch.float16, extras=EXTRAS),
+    "a number as scale": Case(options={"logit_scale": 0.7}),
     "none": Case(options={"reduction": "none"}),
     "none, half precision": Case(dtype=BF16, options={"reduction": "none"}),
     "none, all tensors": Case(extras=EXTRAS[:-1], options={"reduction": "none", "z_loss": 0.1}),
@@ -73,6 +74,7 @@ CASES = {
     "log-probabilities, soft cap": Case(
         dtype=BF16, log_probs=True, extras=("linear_bias", "logit_scale"), options={"softcap": 3.0}
     ),
+    "log-probabilities, a number as scale": Case(log_probs=True, options={"logit_scale": 1 / 0.7}),
 }
 
 
@@ -197,6 +199,60 @@ def test_retained_graph_runs_again(device, runs, name):
     first = torch.autograd.grad(result, trained, retain_graph=True)
     assert all(map(torch.equal, torch.autograd.grad(result, trained), first))
     assert len(runs) == 3
+
+
+def doubled_in_place(results):
+    for each in results[:3]:
+        each *= 2
+
+
+def zeroed_in_part(results):
+    for each in results[:3]:
+        each[0] = 0
+
+
+def detached_and_zeroed(results):
+    results[0].detach().zero_()
+
+
+def unchanged(results):
+    pass
+
+
+@pytest.mark.parametrize("change", [unchanged, doubled_in_place, zeroed_in_part, detached_and_zeroed])
+@pytest.mark.parametrize("at", [1, 99], ids=["recorded", "not recorded"])
+@pytest.mark.parametrize("leading", [(12,), (3, 4)], ids=str)
+@pytest.mark.parametrize("name", ["none", "log-probabilities"])
+def test_results_may_be_changed_in_place(device, runs, monkeypatch, name, leading, at, change):
+    monkeypatch.setattr(recorded, "RECORDED_CALL", at)
+    case = CASES[name]
+    tensors = case.tensors(device)
+    tensors["input"] = tensors["input"].detach().view(*leading, -1).requires_grad_()
+    tensors["target"] = tensors["target"].view(leading)
+    trained, found = [tensors["input"], tensors["linear_weight"]], []
+    for _ in range(3):
+        results = [*results_of(tensors, case.options, log_probs=case.log_probs)]
+        change(results)
+        gradients = torch.autograd.grad(sum(each.sum() for each in results[:3]), trained)
+        found.append([*(each.detach() for each in results), *gradients])
+    assert len(runs) == (4 if at == 1 else 0)
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))
+
+
+@pytest.mark.parametrize("name", ["float32", "none", "log-probabilities"])
+def test_batched_gradients(device, runs, name):
+    case = CASES[name]
+    tensors = case.tensors(device)
+    trained, found = [tensors["input"], tensors["linear_weight"]], []
+    for _ in range(3):
+        result = results_of(tensors, case.options, log_probs=case.log_probs)[0]
+        upstream = torch.eye(max(1, result.numel()), device=device).view(-1, *result.shape)
+        found.append(torch.autograd.grad(result, trained, upstream, is_grads_batched=True))
+    assert len(runs) == 2
+    for gradients in found[1:]:
+        for one, first in zip(gradients, found[0]):
+            torch.testing.assert_close(one, first)
 
 
 @pytest.mark.parametrize("name", ["none", "log-probabilities"])

@@ -251,14 +251,27 @@ def test_each_other_tensor_tells_calls_apart(device, went, name):
         assert torch.equal(*gradients)
 
 
-def test_numbers_in_a_tensor_s_place_go_by_the_operators(device, went):
+def test_a_scale_is_told_apart_by_its_number(device, went):
+    x, w, target = tensors(device)
+    check(x, w, target)
+    went.clear()
+    found = [loss_of(x, w, target, logit_scale=each).item() for each in (2.0, 2.0, 0.5, 1.0, 1.0)]
+    assert went == ["operator", "straight", "operator", "operator", "straight"]
+    assert found[0] == found[1] != found[2]
+    tensor = torch.tensor(0.5, device=device)
+    assert found[2] == loss_of(x, w, target, logit_scale=tensor).item()
+    assert found[3] == found[4] == loss_of(x, w, target).item()
+    with pytest.raises(TypeError):
+        loss_of(x, w, target, logit_scale=True)
+
+
+def test_a_number_as_normaliser_goes_by_the_operators(device, went):
     given = tensors(device)
     check(*given)
     went.clear()
-    for options in ({"logit_scale": 2.0}, {"normalizer": 5.0}):
-        for _ in range(2):
-            loss_of(*given, **options)
-    assert went == ["operator"] * 4
+    for _ in range(2):
+        loss_of(*given, normalizer=5.0)
+    assert went == ["operator"] * 2
 
 
 def test_class_weights_that_need_a_gradient_are_refused_each_time(device):

@@ -31,9 +31,9 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import OWN, SECONDS
 
-# What a sum over ranks takes beside a product: blocks of its kernel, and bytes a second that it
-# moves (decision 0072).
-SPARED, LINK_SPEED = 32, 3e11
+# What a sum over ranks takes beside a product (decision 0072): blocks of its kernel, and bytes a
+# second that it moves, since two H200 sum 128 MiB in 0.54 ms.
+SPARED, LINK_SPEED = 32, 2.5e11
 
 
 class TritonFloatSum(in_torch.FloatSum):
@@ -103,7 +103,7 @@ class PackedSum:
         """Return the classes whose product takes as long as the collective beside it."""
         classes, features = OWN
         rounds = math.ceil(self.beside / LINK_SPEED / (C * SECONDS))
-        tiles = rounds * (multiprocessors(self.pair_VP.device) - SPARED)
+        tiles = rounds * max(0, multiprocessors(self.pair_VP.device) - SPARED)
         return min(V, math.ceil(tiles / math.ceil(D / features)) * classes)
 
     def _add_classes(
