@@ -138,9 +138,9 @@ def linear_cross_entropy(
         All options are exact. The loss is the same on all ranks, the input's gradient arrives
         summed over the ranks, and the weight's gradient stays on its rank. Ranks gather three
         numbers a row, and sum the input's gradient, chunk by chunk; no rank holds logits of all
-        classes. Each call checks that the calls of all ranks fit together; on CUDA the host waits
-        for this check. Such a head has first derivatives by backward alone.
-        docs/howto/divided_head.md has the rest.
+        classes. In each call the hosts check that the calls of all ranks fit together. They wait
+        for each other, and on CUDA none waits for its card. Such a head has first derivatives by
+        backward alone. docs/howto/divided_head.md has the rest.
 
     Precision:
         Products take operands in the input's dtype (autocast's under autocast). Their sums, the
