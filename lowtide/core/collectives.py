@@ -105,7 +105,7 @@ def _scatter_into() -> Any:
 # The connection of hosts of each group that moves only tensors on a device.
 _of_hosts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _made: Counter[tuple[int, ...]] = Counter()
-"""How many connections of hosts this process has made, by the ranks that they connect."""
+"""Counts connections of hosts that this process has made, by the ranks that they connect."""
 
 
 def _moves_cpu_tensors(group: Any) -> bool:

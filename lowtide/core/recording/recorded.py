@@ -153,7 +153,7 @@ class _Recorder:
         self.places: dict[int, int] = {}
         """The number of each memory of the rehearsal."""
         self.begins: list[int] = []
-        """Where the first tensor of each memory begins, in bytes; `layouts` has its layout."""
+        """Holds where each memory's first tensor begins, in bytes; `layouts` has its layout."""
         self.layouts: list[MemoryLayout | None] = []
 
     def recording(self) -> Recording:

@@ -89,7 +89,7 @@ class HeadCall:
         self.placements: tuple[Any, ...] = ()
         """The placements that a DTensor of these logits would have."""
         self.made = 0
-        """How many of these logits have been materialised."""
+        """Counts those of these logits that have been materialised."""
         self.changed: str | None = None
         """The operation that changed materialised logits in place, if any."""
         forwards: list[FrameType | None] = list(running_forwards()) or [None]

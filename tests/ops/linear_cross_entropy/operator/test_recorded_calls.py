@@ -163,7 +163,7 @@ def test_upstream_gradients_of_any_layout(device, runs, log_probs, layout):
 
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
 def test_results_that_have_a_gradient(device, runs, used):
-    """What a backward computes depends on which results of log-probabilities are used."""
+    """A backward computes what the results of log-probabilities that are used need."""
     tensors = Case().tensors(device)
     trained = [tensors["input"], tensors["linear_weight"]]
     found = []

@@ -1,5 +1,5 @@
-"""What tiles find, put together (recompute.py, row_math_triton.py), and targets in order: on a
-card as it is, on the CPU through the interpreter."""
+"""Sums of tiles are put together (recompute.py, row_math_triton.py), and targets are put in order:
+on a card as it is, on the CPU through the interpreter."""
 
 import pytest
 import torch
