@@ -20,7 +20,6 @@ Shapes: N tokens, D_k features of term k, V classes, P positions.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, get_type_hints
 
 import torch
@@ -346,7 +345,7 @@ def _planned(
             number=call_number(statistics) if statistics is not None and options.group else None,
         )
         agreement = agree(own)
-        plan = replace(plan, rows=agreement.rows, agreement=agreement)
+        plan = plan.agreed(agreement)
         if agreement.differ is not None:
             head, labels = _nan_where(agreement.differ, head, labels, options)
     return plan, head, labels

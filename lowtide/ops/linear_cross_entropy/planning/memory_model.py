@@ -34,19 +34,24 @@ def with_shard(
 
     What the ranks gather comes on top. If tokens are sharded, those of three chunks are held, and
     no class block can be formed: it would gather all tokens once more.
+
+    The chunks are those that the ranks agree on. So no sum can count on few chunks. A chunk takes
+    all classes at a time, and holds its rows of dX until the ranks have summed them.
     """
     gathered = (shard.parts + 1) * STATISTICS_OF_PART * sum_dtype.itemsize
     if shard.tokens_sharded:
         gathered += 3 * sum(features) * sum_dtype.itemsize
+    token_bytes += gathered
+    one_product = counts.one_product_row and not shard.tokens_sharded
     return replace(
         counts,
-        token_bytes=token_bytes + gathered,
+        token_bytes=token_bytes,
+        exchanged_row=gathered + counts.product,
         weight_sum=0 if shard.tokens_sharded else counts.weight_sum,
-        # The chunks are those that the ranks agree on, so no GEMM can count on all tokens, no sum
-        # on few chunks, and chunks take all classes at a time.
-        one_product_row=0,
-        target_rows_bytes=0,
+        one_product_row=token_bytes if one_product else 0,
+        target_rows_bytes=counts.target_rows_bytes if one_product else 0,
         packed_sum_20=0,
+        product=0,
         class_blocks=None,
     )
 

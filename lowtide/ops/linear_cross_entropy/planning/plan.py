@@ -1,14 +1,14 @@
 """Define the plan of a call."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
-from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
+from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,13 @@ class Plan(Tiling):
     def one_product_of_logits(self) -> bool:
         """Return True if engines/logits/one_product.py computes the call."""
         return self.engine == "logits_triton" and self.weight_gradient == "single_product"
+
+    def agreed(self, agreement: Agreement) -> "Plan":
+        """Return the plan with the chunks that ranks have agreed on."""
+        whole = agreement.rows >= max(agreement.tokens)
+        divides = self.weight_gradient == "single_product" and not whole
+        way: WeightGradient = "class_blocks" if divides else self.weight_gradient
+        return replace(self, rows=agreement.rows, weight_gradient=way, agreement=agreement)
 
     @functools.cached_property
     def sum_dtype(self) -> torch.dtype:

@@ -14,6 +14,7 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
+from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 
 V, D = 128256, 1024
 SHARDS = (0, 1, 17, 4000, V // 2, V - 1, V)  # classes of a rank in uneven layouts: none, few, all
@@ -62,8 +63,21 @@ def test_one_engine(device, options):
             for V_r in SHARDS
         ]
         assert len({each.engine for each in plans}) == 1, (tokens_sharded, dtype, wanted)
-        # The ranks agree on chunks, so none may count on a chunk of all tokens.
-        assert all(each.weight_gradient != "single_product" for each in plans)
+        # None counts on a chunk of all tokens where the ranks agree on smaller ones.
+        chunks = Agreement(None, 32, (64, 64), 1, None, 0, (), None)
+        for each in plans:
+            assert each.agreed(chunks).weight_gradient != "single_product"
+            if tokens_sharded:
+                assert each.weight_gradient != "single_product"
+
+
+def test_few_replicated_tokens_take_a_single_product(device):
+    """Where all ranks agree on a chunk of all tokens, and tokens are few beside a rank's classes."""
+    place = {"group": "g", "ranks": 2, "num_classes": V}
+    for N, few in ((64, True), (1024, True), (4096, False)):
+        plan = plan_of(device, N, V // 2, **place)
+        whole = Agreement(None, plan.rows, (N, N), 1, None, 0, (), None)
+        assert (plan.agreed(whole).weight_gradient == "single_product") == (few and device == "cuda")
 
 
 def test_one_process_chooses_by_sizes(device):

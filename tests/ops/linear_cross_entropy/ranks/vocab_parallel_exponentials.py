@@ -5,13 +5,18 @@ dense float64.
 Shapes: N tokens, D features, V classes of all ranks, V_r of one.
 """
 
+import contextlib
+import importlib.util
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.ops.linear_cross_entropy.operator.planner import CLASSES_PER_TOKEN
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_modes import Place, counted
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import running_on
 from tests.support.ranks import DEVICE
@@ -77,6 +82,23 @@ class Case:
             assert gradient.isfinite().all()
             error = (gradient.double() - wanted).norm() / wanted.norm()
             assert error < self.tolerance, error
+
+
+@contextlib.contextmanager
+def single_products_counted() -> Iterator[list[bool]]:
+    """Yields an entry for each weight gradient that a single GEMM over all tokens forms."""
+    counted: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("triton") is not None:
+            from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators
+
+            def add_product(self: Any, *arguments: Any, **options: Any) -> None:
+                counted.append(True)
+                of_product(self, *arguments, **options)
+
+            of_product = accumulators.RoundedProduct.add_product
+            patch.setattr(accumulators.RoundedProduct, "add_product", add_product)
+        yield counted
 
 
 def ways(case: Case) -> None:
@@ -191,7 +213,8 @@ def unlike_layouts(engine: str) -> None:
 
 def few_tokens(engine: str) -> None:
     """Few tokens beside the classes of one rank, many beside those of the other, which may have
-    none: one engine and the same chunks on both, and no rank counts on a chunk of all tokens.
+    none: one engine and the same chunks on both. A rank with few forms dW by a single GEMM over all
+    tokens, but not where the other rank's workspace allows no chunk of all tokens.
     """
     case = Case(engine)
     case.dtype, case.tolerance = torch.bfloat16, 3e-2
@@ -200,15 +223,21 @@ def few_tokens(engine: str) -> None:
     case.target = torch.arange(8) * 37 % V
     truth = case.truth()
     backend = "triton" if engine == "exponentials" else "auto"
-    for first, workspace in product((131, 200, 255, V), (None, 50_000 if DEVICE == "cpu" else 107_000)):
+    small = 32_000 if DEVICE == "cpu" else 90_000
+    for first, workspaces in product((131, 200, 255, V), ((None, None), (small, small), (None, small))):
         classes = slice(first, V) if case.place.rank else slice(0, first)
         x, w = case.place.leaf(case.x), case.place.leaf(case.w, classes)
-        how = {"first_class": classes.start, "num_classes": V, "workspace": workspace, "backend": backend}
-        with running_on(engine) as engines:
-            loss = lowtide.linear_cross_entropy(x, w, case.target, group=case.place.group, **how)
+        how = {"first_class": classes.start, "num_classes": V, "workspace": workspaces[case.place.rank]}
+        with running_on(engine) as engines, single_products_counted() as counted:
+            loss = lowtide.linear_cross_entropy(
+                x, w, case.target, group=case.place.group, backend=backend, **how
+            )
             loss.backward()
         assert len(engines) == 1, engines
         case.check((loss.detach(), [x.grad, case.place.whole(w.grad)]), truth)
+        few = w.shape[0] >= 8 * CLASSES_PER_TOKEN
+        expected = engines["exponentials"] and few and workspaces == (None, None)
+        assert len(counted) == expected, (first, workspaces, counted)
 
 
 def collectives(engine: str) -> None:

@@ -66,7 +66,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
     is_bfloat16 = call.head.weights[0].dtype == torch.bfloat16
     if is_bfloat16 and call.options.few_tokens and not call.options.label_smoothing:
         one_product_row = counts.token_bytes
-        target_rows_bytes = TARGETS * (call.N * size + call.D * sum_size)
+        target_rows_bytes = min(TARGETS, call.N) * (call.N * size + call.D * sum_size)
     return replace(
         with_packed_sum(counts, call),
         fixed=fixed,

@@ -90,7 +90,8 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
     rows = max(N, 1) if way == "single_product" else even_rows(counts.most_rows(room), N, tile)
     if counts.device == "cuda" and rows < N:
         rows = _quickest(counts, counts.most_rows(room), fewest_rows(counts, way, bits), way, bits)
-    block = _class_block(free, counts) if way == "class_blocks" else (0, 0)
+    # Where ranks agree on smaller chunks, class blocks take the place of a single GEMM.
+    block = _class_block(free, counts) if way in ("class_blocks", "single_product") else (0, 0)
     return Tiling(rows, V, operand_classes, counts.product_rows, way, bits, *block)
 
 
