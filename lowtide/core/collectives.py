@@ -8,6 +8,8 @@ bits.
 Numbers that the host itself needs move between the hosts (`of_hosts`): reading them from a device
 would wait for all the work that is queued on that device.
 
+A rehearsal (core/compile_ahead) speaks to no rank: it notes a Begin and an End for each collective.
+
 Each rank must issue the same collectives in the same order.
 """
 
@@ -16,13 +18,31 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.core.compile_ahead.notes import note
+
 Wait = Callable[[], Tensor]
+
+
+class Begin(NamedTuple):
+    """Hold what begins a collective, and its tensors."""
+
+    begin: Callable[..., Any]
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> None:
+        note(End(self))
+
+
+class End(NamedTuple):
+    """Hold the collective that is waited for."""
+
+    begun: Begin
 
 
 class Group:
@@ -54,7 +74,7 @@ class Group:
         # Not every backend moves every dtype, but all move bytes.
         mine, all_ranks = (each.view(-1).view(torch.uint8) for each in (tensor, out))
         if isinstance(self.group, dist.ProcessGroup):
-            work = _gather_into()(all_ranks, mine, group=self.group, async_op=True)
+            work = self._begin(_gather_into(), all_ranks, mine)
         else:  # the group is a connection of hosts
             work = self.group.allgather([[*all_ranks.chunk(self.size)]], [mine])
         return _after(work, out, tensor)
@@ -63,7 +83,7 @@ class Group:
         """Replace a contiguous tensor by its sum over the ranks."""
         if self.size == 1 or not tensor.numel():
             return lambda: tensor
-        return _after(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        return _after(self._begin(dist.all_reduce, tensor), tensor)
 
     def scatter_sum(self, tensor: Tensor) -> Wait:
         """Sum [ranks, ...] over the ranks, and return this rank's part of the sum."""
@@ -72,9 +92,13 @@ class Group:
         out = torch.empty_like(tensor[0])
         if not tensor.numel():
             return lambda: out
-        flat = (each.view(-1) for each in (out, tensor))
-        work = _scatter_into()(*flat, group=self.group, async_op=True)
+        work = self._begin(_scatter_into(), out.view(-1), tensor.view(-1))
         return _after(work, out, tensor)
+
+    def _begin(self, collective: Callable[..., Any], *tensors: Tensor) -> Any:
+        """Begin a collective of torch, and return what can be waited for."""
+        begin = Begin(functools.partial(collective, group=self.group, async_op=True), tensors)
+        return begin if note(begin) else begin.begin(*tensors)
 
 
 def _after(work: Any, out: Tensor, *held: Tensor) -> Wait:

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowtide.core.compile_ahead import launches as compile_ahead
+from lowtide.core.compile_ahead.notes import in_rehearsal
 from lowtide.core.compile_ahead.placeholders import Placeholder, WithoutMemory, placeholder_of
 from lowtide.core.kernels import launch
 from lowtide.core.kernels.launch import RememberedKernel
@@ -84,7 +85,7 @@ def test_nothing_else_is_rehearsed():
     for operation in operations:
         with pytest.raises(NotImplementedError, match="in a rehearsal"):
             compile_ahead.rehearse(operation, X)
-    assert not compile_ahead.in_rehearsal()
+    assert not in_rehearsal()
 
 
 def test_writes_nothing_and_draws_nothing():
@@ -236,7 +237,7 @@ def test_a_rehearsal_of_many_steps_ends(record, monkeypatch):
     often, late = Kernel("often", record), Kernel("late", record)
     function = call(*[often] * 9, late)
     assert [each.kernel for each in compile_ahead.rehearse(function, X)] == [often] * 7
-    assert not compile_ahead.in_rehearsal()
+    assert not in_rehearsal()
     with pytest.raises(compile_ahead.TooManySteps):
         compile_ahead.rehearse_steps(function, [placeholder_of(X)])
     compile_ahead.compile_side_by_side(function, X)

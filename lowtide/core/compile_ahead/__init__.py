@@ -5,6 +5,7 @@ takes longer than all else in a first step (decision 0063).
 
 Modules, in import order (a module imports only from those above it):
 
+notes         note the steps of a rehearsal, in place of taking them
 placeholders  tensors without memory, and what torch's operations on them return
 launches      launch a kernel; rehearse a call, and compile in threads what it will launch
 """

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from lowtide.core.compile_ahead.notes import note, noting
 from lowtide.core.compile_ahead.placeholders import (
     ALIGNMENT,
-    Operation,
     WithoutMemory,
     map_tensors,
     placeholder_of,
@@ -77,7 +77,6 @@ def _kind_of(argument: Any) -> Any:
 Rehearsal = Callable[[], list[Launch]]
 
 _rehearsals: ContextVar[list[Rehearsal] | None] = ContextVar("a call's rehearsal", default=None)
-_noted: ContextVar[list[Any] | None] = ContextVar("the steps of a rehearsal", default=None)
 _compiled: dict[tuple[Any, ...], Future[None] | None] = {}
 """For each device and kind of launch, the future that compiles it; None if its launch did."""
 
@@ -115,23 +114,10 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], const
     return kernel[grid](*arguments, **constants)
 
 
-def in_rehearsal() -> bool:
-    """Return True if launches are only noted."""
-    return _noted.get() is not None
-
-
-def note(launch: Launch) -> bool:
-    """Note a launch in a rehearsal; return False outside of one."""
-    noted = _noted.get()
-    if noted is not None:
-        noted.append(launch)
-    return noted is not None
-
-
 class TooManySteps(Exception):
     """Signal that a rehearsal was ended early; `steps` has its steps until then."""
 
-    def __init__(self, steps: list[Launch | Operation]) -> None:
+    def __init__(self, steps: list[Any]) -> None:
         super().__init__(f"a rehearsal of more than {MOST_STEPS} steps")
         self.steps = steps
 
@@ -152,20 +138,15 @@ def rehearse(function: Callable[..., Any], *arguments: Any) -> list[Launch]:
     return [each for each in steps if isinstance(each, Launch)]
 
 
-def rehearse_steps(
-    function: Callable[..., Result], arguments: Sequence[Any]
-) -> tuple[list[Launch | Operation], Result]:
-    """Return what function(*arguments) launches and asks of torch, in order, and what it returns.
+def rehearse_steps(function: Callable[..., Result], arguments: Sequence[Any]) -> tuple[list[Any], Result]:
+    """Return the steps of function(*arguments), in order, and what it returns.
 
-    Its tensors are placeholders. A call of more than MOST_STEPS steps raises TooManySteps.
+    These are its launches, the operations that it asks of torch, and its collectives. Its tensors
+    are placeholders. A call of more than MOST_STEPS steps raises TooManySteps.
     """
-    steps: list[Launch | Operation] = _Steps()
-    token = _noted.set(steps)
-    try:
-        with WithoutMemory(steps.append):
-            return steps, function(*arguments)
-    finally:
-        _noted.reset(token)
+    steps = _Steps()
+    with noting(steps), WithoutMemory(steps.append):
+        return steps, function(*arguments)
 
 
 def _compile(device: int, launches: list[Launch]) -> None:

@@ -15,7 +15,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from lowtide.core.compile_ahead.launches import Launch, in_rehearsal, launch, note
+from lowtide.core.compile_ahead.launches import Launch, launch
+from lowtide.core.compile_ahead.notes import in_rehearsal, note
 from lowtide.core.compile_ahead.placeholders import ALIGNMENT
 
 # Most launches that a kernel remembers. At this number it forgets all of them, and begins again.

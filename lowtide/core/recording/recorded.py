@@ -2,8 +2,8 @@
 
 A function that decides by shapes, strides and dtypes decides the same in each call of a training
 run, and deciding takes the host longer than launching. So the function is rehearsed on tensors
-without memory (core/compile_ahead), and its allocations, launches and torch operations become a
-list of steps. Calls that are alike run this list. In it, a view that only launches read is an
+without memory (core/compile_ahead). Its allocations, launches, operations of torch and collectives
+become a list of steps, which calls that are alike run. In it, a view that only launches read is an
 address, and memory is freed after the last step that reads it.
 
 A function that is recorded changes no tensor that it is given. It depends on nothing but shapes,
@@ -21,6 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lowtide.core import torch_private
+from lowtide.core.collectives import Begin, End
 from lowtide.core.compile_ahead.launches import Launch, rehearse_steps
 from lowtide.core.compile_ahead.placeholders import (
     UNSAFE_VIEW,
@@ -32,7 +33,9 @@ from lowtide.core.compile_ahead.placeholders import (
 from lowtide.core.kernels.launch import watched
 from lowtide.core.recording.steps import (
     AllocationStep,
+    BeginStep,
     Box,
+    EndStep,
     Memories,
     MemoryLayout,
     Part,
@@ -56,7 +59,8 @@ ALLOCATIONS = {
 }
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-Step = AllocationStep | Question | Start
+Step = AllocationStep | Question | Start | BeginStep
+Note = Launch | Operation | Begin | End
 Results = Sequence[Tensor | None]
 
 
@@ -146,15 +150,15 @@ def record(function: Callable[..., Results], tensors: Results) -> Recording | No
 class _Recorder:
     """Make steps of what a rehearsal noted."""
 
-    def __init__(
-        self, given: Sequence[Tensor | None], notes: Sequence[Launch | Operation], results: Results
-    ) -> None:
+    def __init__(self, given: Sequence[Tensor | None], notes: Sequence[Note], results: Results) -> None:
         self.given, self.notes, self.results = given, notes, results
         self.places: dict[int, int] = {}
         """The number of each memory of the rehearsal."""
         self.begins: list[int] = []
         """Holds where each memory's first tensor begins, in bytes; `layouts` has its layout."""
         self.layouts: list[MemoryLayout | None] = []
+        self.begun: dict[int, BeginStep] = {}
+        """The step of each collective that was begun."""
 
     def recording(self) -> Recording:
         for each in self.given:
@@ -198,8 +202,16 @@ class _Recorder:
         offset = _first_byte(tensor) - self.begins[place]
         return Part(place, offset, layout, not offset and layout == self.layouts[place])
 
-    def _step(self, note: Launch | Operation) -> Step | None:
-        """Return the step for a launch or operation; None for a view."""
+    def _step(self, note: Note) -> Step | None:
+        """Return the step for a note; None for a view."""
+        if isinstance(note, Begin):
+            self._add(None)
+            begun = BeginStep(len(self.layouts) - 1, note.begin, tuple(map(self._part, note.tensors)))
+            self.begun[id(note)] = begun
+            return begun
+        if isinstance(note, End):
+            begun = self.begun[id(note.begun)]
+            return EndStep(begun.work, begun.begin, begun.tensors)
         if isinstance(note, Launch):
             width, height, depth = (*note.grid, 1, 1)[:3]
             return Start(note.kernel, (width, height, depth), self._described(note.arguments), note.constants)
@@ -246,9 +258,9 @@ class _Recorder:
         return [(step, tuple(read)) for step, read in zip(steps, ends)]
 
 
-def _new_tensors(note: Launch | Operation) -> Iterator[Tensor]:
+def _new_tensors(note: Note) -> Iterator[Tensor]:
     """Yield the tensors that an operation returns in new memory."""
-    if isinstance(note, Launch) or note.function is UNSAFE_VIEW:
+    if not isinstance(note, Operation) or note.function is UNSAFE_VIEW:
         return
     if not any(each.alias_info for each in note.function._schema.returns):
         results = note.results if isinstance(note.results, (list, tuple)) else (note.results,)

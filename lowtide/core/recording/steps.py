@@ -1,7 +1,7 @@
-"""Define the steps of a recording (recorded.py): allocations, launches, torch operations."""
+"""Define the steps of a recording: allocations, launches, operations of torch, collectives."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,10 @@ from lowtide.core.compile_ahead.launches import launch
 from lowtide.core.kernels.launch import constants_in_order, is_launched_by_handle
 
 Memories = list[Any]
-"""The tensors of a run, given and made; None for those not made yet, or freed already."""
+"""The tensors of a run, given and made, and the collectives that were begun.
+
+None for those not made yet, or freed already.
+"""
 
 
 class Unlike(Exception):
@@ -105,6 +108,30 @@ class Question:
 
     def memories(self) -> Iterator[int]:
         yield from _memories_in((self.arguments, self.options, self.results))
+
+
+@dataclass(slots=True)
+class BeginStep:
+    """Begin a collective."""
+
+    work: int
+    """The place among the memories of what is waited for."""
+    begin: Callable[..., Any]
+    tensors: tuple[Part, ...]
+
+    def run(self, memories: Memories, stream: int | None) -> None:
+        memories[self.work] = self.begin(*[each.tensor(memories) for each in self.tensors])
+
+    def memories(self) -> Iterator[int]:
+        yield self.work
+        yield from (each.memory for each in self.tensors)
+
+
+class EndStep(BeginStep):
+    """Wait for a collective that was begun, whose tensors live until then."""
+
+    def run(self, memories: Memories, stream: int | None) -> None:
+        memories[self.work].wait()
 
 
 @dataclass(slots=True)

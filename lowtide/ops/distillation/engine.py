@@ -100,8 +100,8 @@ class DistillationEngine(Engine):
             self.ignored_N = ignored_N1[:, 0]
             self.coef_N = self.coef_N.masked_fill(self.ignored_N, 0)
             self.denominator.sub_(self.ignored_N.sum())
-        if plan.agreement is not None and plan.agreement.differ is not None:
-            self.coef_N = self.coef_N.masked_fill(plan.agreement.differ, torch.nan)
+        if plan.differ is not None:
+            self.coef_N = self.coef_N.masked_fill(plan.differ, torch.nan)
         if order is not None:
             none_n = torch.zeros(n, dtype=torch.bool, device=self.device)
             self.ignored_N = order.gather(none_n if self.ignored_N is None else self.ignored_N, True)
@@ -122,8 +122,8 @@ class DistillationEngine(Engine):
         self.walk(self.coef_N, Statistics.of(loss_N), gradients, take_stats=True)
         if self.ignored_N is not None:
             loss_N.masked_fill_(self.ignored_N, 0)
-        if self.plan.agreement is not None and self.plan.agreement.differ is not None:
-            loss_N.masked_fill_(self.plan.agreement.differ, torch.nan)
+        if self.plan.differ is not None:
+            loss_N.masked_fill_(self.plan.differ, torch.nan)
         if self.options.reduction == "none":
             if self.order is not None:  # a copy, since autograd lets nobody change a view in place
                 loss = self.buffer(*leading).copy_(self.order.own(loss_N).view(leading))

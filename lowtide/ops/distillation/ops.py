@@ -32,6 +32,7 @@ from lowtide.ops.distillation.engine import DistillationEngine
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import DistillationPlan, keeps_sum, make_plan, rows_for
 from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains
+from lowtide.ops.linear_cross_entropy.planning import equal_values
 from lowtide.ops.linear_cross_entropy.planning.agreement import OwnCall, agree
 
 TYPES: dict[Any, str] = {
@@ -98,12 +99,13 @@ def _planned(
         tokens=heads.rows,
         device=heads.device,
         equal=_facts_of(heads, needs_grad, options),
-        equal_tensors={} if options.tokens_sharded else {"ignored": heads.ignored},
+        equal_tensors={} if options.tokens_sharded or options.ranks == 1 else {"ignored": heads.ignored},
         rows_for=functools.partial(rows_for, heads, options, needs_grad),
         **backward,
     )
-    agreement = agree(own)
-    return replace(plan, rows=agreement.rows, agreement=agreement)
+    agreement, tensors = agree(own), equal_values.on_device(own.equal_tensors)
+    differ = equal_values.differ(agreement.group, tensors) if tensors else None
+    return replace(plan, rows=agreement.rows, agreement=agreement, differ=differ)
 
 
 def _facts_of(heads: Heads, needs_grad: Sequence[bool], options: DistillationOptions) -> dict[str, Any]:

@@ -60,6 +60,8 @@ class DistillationPlan(Tiling):
     """Logits that the pass in torch takes at a time."""
     agreement: Agreement | None = None
     """Holds what the ranks agreed on, if the heads are divided over them."""
+    differ: Tensor | None = None
+    """True, on the device, if a tensor that must be equal on all ranks is not."""
 
     @property
     def engine(self) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, Stats
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowStats
+from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, EXCLUDING
 
 
@@ -45,15 +46,24 @@ def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
     if saves_target_logit(rows.plan.options):
         assert isinstance(stats, ExcludedTargetStats)
         kept.append(rows.of_all(stats.target_logit_N))
-    if rows.plan.options.group:
-        assert rows.plan.agreement is not None
-        kept.append(torch.tensor([rows.plan.agreement.number], device="cpu"))
     return kept
 
 
 def saves_target_logit(options: Options) -> bool:
     """Return True if the targets' logits are saved: one rank alone could compute them again."""
     return bool(options.group) and options.engine in EXCLUDING
+
+
+def with_number(outputs: list[Tensor], agreement: Agreement | None) -> list[Tensor]:
+    """Return outputs that end with statistics, and with the number of the group's call."""
+    if agreement is None or not agreement.group.name:
+        return outputs
+    return [*outputs, torch.tensor([agreement.number], device="cpu")]
+
+
+def without_number(saved: Sequence[Tensor], agreement: Agreement | None) -> Sequence[Tensor]:
+    """Return the statistics alone."""
+    return saved if agreement is None or not agreement.group.name else saved[:-1]
 
 
 def call_number(saved: Sequence[Tensor]) -> int:
@@ -63,8 +73,6 @@ def call_number(saved: Sequence[Tensor]) -> int:
 
 def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Stats:
     """Return the statistics of kept rows."""
-    if rows.plan.options.group:
-        saved = saved[:-1]
     further = {}
     if saves_target_logit(rows.plan.options):
         *saved, logit_N = saved

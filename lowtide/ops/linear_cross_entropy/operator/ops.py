@@ -25,6 +25,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from lowtide.core.collectives import Group
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.core.pending_gradient import finish_eagerly
@@ -38,9 +39,12 @@ from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
     engine_of,
     read_stats,
     saved_stats,
+    with_number,
+    without_number,
 )
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
+from lowtide.ops.linear_cross_entropy.planning import equal_values
 from lowtide.ops.linear_cross_entropy.planning.agreement import (
     OwnCall,
     agree,
@@ -73,7 +77,7 @@ def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
 
 def _linear_cross_entropy(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
     if plan.options.reduction == "none":
-        return row_losses(plan, head, labels)
+        return with_number(row_losses(plan, head, labels), plan.agreement)
     loss, gradients = loss_and_gradients(plan, head, labels)
     return [loss, *([] if gradients is None else gradients.outputs)]
 
@@ -91,7 +95,7 @@ def linear_cross_entropy_backward(
 ) -> list[Tensor]:
     upstream = {"loss": grad_output is not None}
     call = _planned(*parsed(arguments), statistics=statistics, upstream=upstream)
-    return _run(gradients_of_row_losses, call, statistics, grad_output)
+    return _run(gradients_of_row_losses, call, without_number(statistics, call[0].agreement), grad_output)
 
 
 def gradients_of_row_losses(
@@ -107,7 +111,8 @@ def gradients_of_row_losses(
 
 @_operator("linear_log_probs", f"{HEAD}, Tensor target")
 def linear_log_probs(*arguments: Any) -> list[Tensor]:
-    return _run(row_log_probs, _planned(*parsed(arguments, log_probs=True), log_probs=True))
+    call = _planned(*parsed(arguments, log_probs=True), log_probs=True)
+    return with_number(_run(row_log_probs, call), call[0].agreement)
 
 
 def row_log_probs(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
@@ -139,7 +144,7 @@ def linear_log_probs_backward(
     upstream = {name: each is not None for name, each in zip(names, grad_output)}
     parts = parsed(arguments, log_probs=True)
     call = _planned(*parts, log_probs=True, statistics=statistics, upstream=upstream)
-    return _run(gradients_of_row_log_probs, call, statistics, grad_output)
+    return _run(gradients_of_row_log_probs, call, without_number(statistics, call[0].agreement), grad_output)
 
 
 def gradients_of_row_log_probs(
@@ -329,26 +334,52 @@ def _planned(
     head = readable(head, options, call_kind)
     plan = make_plan(head, options, call_kind)
     if options.sharded:
-        what = ("linear_log_probs" if log_probs else "linear_cross_entropy") + "_backward" * (
-            statistics is not None
-        )
-        own = OwnCall(
-            operator=what,
-            shard=options.shard,
-            classes=head.classes,
-            tokens=head.tokens,
-            device=head.device,
-            equal=facts_of(head, labels, options, call_kind),
-            equal_tensors=equal_tensors_of(head, labels, options, call_kind) if options.ranks > 1 else {},
-            rows_for=functools.partial(rows_for, head, options, call_kind),
-            upstream=upstream or {},
-            number=call_number(statistics) if statistics is not None and options.group else None,
-        )
-        agreement = agree(own)
-        plan = plan.agreed(agreement)
-        if agreement.differ is not None:
-            head, labels = _nan_where(agreement.differ, head, labels, options)
+        number = call_number(statistics) if statistics is not None and options.group else None
+        backward = None if statistics is None else upstream or {}
+        own = own_call(head, labels, options, call_kind, backward, number)
+        plan = plan.agreed(agree(own))
+        head, labels, differ_k = compared(plan, head, labels)
+        if differ_k is not None:
+            equal_values.tell_hosts(Group(options.group), own.compared_on_device, differ_k)
     return plan, head, labels
+
+
+def own_call(
+    head: Head,
+    labels: Labels,
+    options: Options,
+    call_kind: CallKind,
+    upstream: dict[str, bool] | None = None,
+    number: int | None = None,
+) -> OwnCall:
+    """Return what this rank tells the others of a call, or of its backward if `upstream` is given."""
+    name = "linear_log_probs" if call_kind.log_probs else "linear_cross_entropy"
+    return OwnCall(
+        operator=name if upstream is None else f"{name}_backward",
+        shard=options.shard,
+        classes=head.classes,
+        tokens=head.tokens,
+        device=head.device,
+        equal=facts_of(head, labels, options, call_kind),
+        equal_tensors=equal_tensors_of(head, labels, options, call_kind),
+        rows_for=functools.partial(rows_for, head, options, call_kind),
+        upstream=upstream or {},
+        number=number,
+    )
+
+
+def compared(plan: Plan, head: Head, labels: Labels) -> tuple[Head, Labels, Tensor | None]:
+    """Compare on the device what must be equal on all ranks of a call that they have agreed on.
+
+    Return the head and labels, with which the results are NaN if something differs, and True for
+    each tensor that does; None if the device compares nothing.
+    """
+    tensors = equal_values.on_device(equal_tensors_of(head, labels, plan.options, plan.call_kind))
+    if not tensors:
+        return head, labels, None
+    assert plan.agreement is not None
+    differ_k = equal_values.compare(plan.agreement.group, tensors)
+    return *_nan_where(differ_k.any(), head, labels, plan.options), differ_k
 
 
 def _nan_where(differ: Tensor, head: Head, labels: Labels, options: Options) -> tuple[Head, Labels]:

@@ -13,12 +13,10 @@ Shapes: V classes of all ranks; P parts of the classes, whose statistics are kep
 """
 
 import contextlib
-import ctypes
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,6 +63,15 @@ class OwnCall:
     The ranks' backward of two calls of one shape would otherwise sum each other's gradients.
     """
 
+    @property
+    def group(self) -> Group:
+        return Group(self.shard.group)
+
+    @property
+    def compared_on_device(self) -> tuple[str, ...]:
+        """Return the names of the tensors that the device compares."""
+        return tuple(equal_values.on_device(self.equal_tensors))
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -79,12 +86,101 @@ class Agreement:
     """The most parts of the classes that a rank holds; each gathers so many."""
     order_P: Tensor | None
     """The place of each part among those gathered, in the order of classes; None if it is that."""
-    number: int
-    """The number of this call, the same on all ranks; a group's later call has a larger one."""
     upstream: tuple[bool, ...]
     """True for each result that has an upstream gradient on some rank, in a backward."""
-    differ: Tensor | None
-    """True, on the device, if a tensor that must be equal is not; None if the hosts have looked."""
+    number: int = 0
+    """The number of this call, the same on all ranks; a group's later call has a larger one."""
+
+
+class Terms:
+    """Hold what a rank tells of a call and of those that are like it, and what ranks agree on.
+
+    It holds no tensor of a call.
+    """
+
+    def __init__(self, call: OwnCall) -> None:
+        shard, upstream = call.shard, [*call.upstream.values()]
+        self.group, self.shard, self.device = call.group, shard, call.device
+        names = ("ranks", "num_classes", "tokens_sharded", "segments")
+        equal: dict[str, Any] = {name: getattr(shard, name) for name in names}
+        if not shard.tokens_sharded:
+            equal["input's tokens"] = call.tokens
+            equal[f"upstream gradients of {', '.join(call.upstream)}"] = upstream
+        equal["arguments on a device"] = [*call.compared_on_device]
+        own = {"first_class": shard.first_class, "classes": call.classes, "tokens": call.tokens}
+        with telling_errors(shard.group):  # in a compiled graph, the call is not in such a block
+            own["rows"] = call.rows_for(call.tokens)
+        self.operator = call.operator
+        self.text = json.dumps({"equal": equal | call.equal, "own": own, "upstream": upstream})
+        self.known: tuple[list[str], Agreement] | None = None
+        """The last texts of all ranks, and what they agreed on."""
+
+    def agree(
+        self,
+        tensors: dict[str, Tensor | None],
+        rows_for: Callable[[int], int],
+        number: int | None = None,
+    ) -> tuple[Agreement, int]:
+        """Return what the ranks agree on, and the call's number; all of them raise if they differ.
+
+        The arguments are those of `OwnCall`. Of tensors on a device, the numbers are not compared.
+        As long as all ranks say the same again, the agreement is the same object.
+        """
+        global _count
+        _count += 1
+        message = {
+            "operator": self.operator,
+            "call": {CALL: number},
+            "equal": equal_values.texts(tensors),
+            "count": _count,
+            "differed": equal_values.differed(self.group),
+        }
+        ranks = _exchange(self.group, message, self.text)
+        for each in ranks:
+            if each["differed"]:  # some hosts know of the difference now, the others soon
+                equal_values.raise_difference(self.group, each["differed"])
+        texts = [each["terms"] for each in ranks]
+        if self.known is None or self.known[0] != texts:
+            terms = [json.loads(each) for each in texts]
+            _check_equal([each["call"] | its["equal"] | each["equal"] for each, its in zip(ranks, terms)])
+            agreement = self._agreement([each["own"] for each in terms], rows_for, terms)
+            if len({*agreement.tokens}) == 1:  # else all ranks exchange a second message each time
+                self.known = texts, agreement
+        else:
+            _check_equal([each["call"] | each["equal"] for each in ranks])
+            agreement = self.known[1]
+        return agreement, max(each["count"] for each in ranks)
+
+    def _agreement(
+        self, ranks: list[dict[str, int]], rows_for: Callable[[int], int], terms: list[dict[str, Any]]
+    ) -> Agreement:
+        group, shard = self.group, self.shard
+        layout = [(each["first_class"], each["classes"]) for each in ranks]
+        check_layout(layout, shard)
+        counts = [len(shard.parts_of(*each)) for each in layout]
+        most, rows, tokens = max(counts), [each["rows"] for each in ranks], [each["tokens"] for each in ranks]
+        if len({*tokens}) > 1:  # otherwise a rank with few tokens would make all ranks take small chunks
+            with telling_errors(shard.group):
+                message = {"operator": self.operator, "rows": rows_for(max(tokens))}
+            rows = [each["rows"] for each in _exchange(group, message)]
+        step = group.size if shard.tokens_sharded else 1  # a chunk has as many tokens of each rank
+        places = [
+            place
+            for _, place in sorted(
+                (first + part.start, rank * most + number)
+                for rank, (first, classes) in enumerate(layout)
+                for number, part in enumerate(shard.parts_of(first, classes))
+            )
+        ]
+        in_order = places == [*range(most * group.size)]
+        return Agreement(
+            group,
+            max(min(rows) // step, 1) * step,
+            tuple(tokens),
+            most,
+            None if in_order else _on_device(places, self.device),
+            tuple(map(any, zip(*(each["upstream"] for each in terms)))),
+        )
 
 
 _count = 0  # calls that agreed or told an error; by it, `telling_errors` knows whether its call did so
@@ -92,58 +188,8 @@ _count = 0  # calls that agreed or told an error; by it, `telling_errors` knows 
 
 def agree(call: OwnCall) -> Agreement:
     """Return what the ranks agree on; all of them raise if their calls do not fit together."""
-    global _count
-    shard, upstream = call.shard, [*call.upstream.values()]
-    group, names = Group(shard.group), ("ranks", "num_classes", "tokens_sharded", "segments")
-    equal: dict[str, Any] = {CALL: call.number} | {name: getattr(shard, name) for name in names}
-    if not shard.tokens_sharded:
-        equal["input's tokens"] = call.tokens
-        equal[f"upstream gradients of {', '.join(call.upstream)}"] = upstream
-    given = {name: each for name, each in call.equal_tensors.items() if each is not None}
-    on_device = {name: each for name, each in given.items() if not each.is_cpu}
-    equal["arguments on a device"] = [*on_device]
-    equal |= call.equal | {name: _text_of(each) for name, each in given.items() if each.is_cpu}
-    own: dict[str, int] = {"first_class": shard.first_class, "classes": call.classes, "tokens": call.tokens}
-    with telling_errors(shard.group):  # in a compiled graph, the call is not in such a block
-        own["rows"] = call.rows_for(call.tokens)
-    _count += 1
-    own["count"] = _count
-    message: dict[str, Any] = {"operator": call.operator, "equal": equal, "own": own, "upstream": upstream}
-    message["differed"] = equal_values.differed(group)
-    ranks = _exchange(group, message)
-    for each in ranks:
-        if each["differed"]:  # some hosts know of the difference now, the others soon
-            equal_values.raise_difference(group, each["differed"])
-    _check_equal([each["equal"] for each in ranks])
-    layout = [(each["own"]["first_class"], each["own"]["classes"]) for each in ranks]
-    check_layout(layout, shard)
-    counts = [len(shard.parts_of(*each)) for each in layout]
-    most, rows = max(counts), [each["own"]["rows"] for each in ranks]
-    tokens = tuple(each["own"]["tokens"] for each in ranks)
-    if len({*tokens}) > 1:  # otherwise a rank with few tokens would make all ranks take small chunks
-        with telling_errors(shard.group):
-            message = {"operator": call.operator, "rows": call.rows_for(max(tokens))}
-        rows = [each["rows"] for each in _exchange(group, message)]
-    step = group.size if shard.tokens_sharded else 1  # a chunk has as many tokens of each rank
-    places = [
-        place
-        for _, place in sorted(
-            (first + part.start, rank * most + number)
-            for rank, (first, classes) in enumerate(layout)
-            for number, part in enumerate(shard.parts_of(first, classes))
-        )
-    ]
-    in_order = places == [*range(most * group.size)]
-    return Agreement(
-        group,
-        max(min(rows) // step, 1) * step,
-        tokens,
-        most,
-        None if in_order else _on_device(places, call.device),
-        max(each["own"]["count"] for each in ranks),
-        tuple(map(any, zip(*(each["upstream"] for each in ranks)))),
-        equal_values.differ(group, on_device) if group.size > 1 and on_device else None,
-    )
+    agreement, number = Terms(call).agree(call.equal_tensors, call.rows_for, call.number)
+    return replace(agreement, number=number)
 
 
 def _on_device(places: list[int], device: torch.device) -> Tensor:
@@ -237,6 +283,8 @@ def equal_tensors_of(
     head: Head, labels: Labels, options: Options, call_kind: CallKind
 ) -> dict[str, Tensor | None]:
     """Return the tensors whose numbers must be equal on all ranks of a call, by name."""
+    if options.ranks == 1:
+        return {}
     tensors = {"normalizer": labels.normalizer, "logit_scale": head.scale}
     if options.tokens_sharded:
         return tensors
@@ -247,32 +295,31 @@ def equal_tensors_of(
     return tensors | by_row
 
 
-def _text_of(tensor: Tensor) -> str:
-    """Return a number as text, in which NaN equals NaN, or a hash of the tensor's bytes."""
-    own = tensor.detach().contiguous()
-    if own.dim() == 0:
-        return repr(own.item())
-    # Not by NumPy, which has no bfloat16.
-    return hashlib.blake2b(ctypes.string_at(own.data_ptr(), own.nbytes), digest_size=16).hexdigest()
+def _exchange(group: Group, message: dict[str, Any], terms: str = "") -> list[dict[str, Any]]:
+    """Return the messages of all ranks; raise if only others sent an error.
 
-
-def _exchange(group: Group, message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of all ranks; raise if only others sent an error."""
+    `terms`, a line of text, reaches the others as it is, as an entry of the message.
+    """
     if group.size == 1:
-        return [message]
+        return [message | {"terms": terms}]
     if "error" in message:
         message = {"error": message["error"][: MESSAGE_BYTES // 8]}  # JSON may take six bytes a character
-    gathered = _gathered(group, _encoded(message), message.get("operator", "an error"))
-    ranks = [json.loads(bytes(each).split(b"\0")[0]) for each in gathered.tolist()]
+    gathered = _gathered(group, _encoded(message, terms), message.get("operator", "an error"))
+    ranks = [_decoded(bytes(each)) for each in gathered.tolist()]
     if "error" not in message:
         _check_messages(ranks)
     return ranks
 
 
-def _encoded(message: dict[str, Any]) -> Tensor:
-    text = json.dumps(message).encode().ljust(MESSAGE_BYTES, b"\0")
+def _encoded(message: dict[str, Any], terms: str) -> Tensor:
+    text = f"{json.dumps(message)}\n{terms}".encode().ljust(MESSAGE_BYTES, b"\0")
     assert len(text) == MESSAGE_BYTES, "the message has no room for what a call is told by"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _decoded(text: bytes) -> dict[str, Any]:
+    message, terms = text.rstrip(b"\0").decode().split("\n")
+    return {**json.loads(message), "terms": terms}
 
 
 def _gathered(group: Group, mine: Tensor, place: str) -> Tensor:

@@ -1,13 +1,16 @@
-"""Compare on the device what must be equal on all ranks, without a host that waits.
+"""Compare what must be equal on all ranks; on a device without a host that waits.
 
-Each rank gathers a fingerprint of its tensors. If they differ, the call's results are NaN on all
-ranks: whoever asked for the comparison writes NaN, or a class that there is not, where `differ` is
-True. The answer reaches the hosts later. The group's next call behind that raises an error on all
-ranks which says what differed.
+Tensors on the CPU are compared by the hosts, as text. Of tensors on a device, each rank gathers a
+fingerprint. If they differ, the call's results are NaN on all ranks: whoever asked for the
+comparison writes NaN, or a class that there is not, where `differ` is True. The answer reaches the
+hosts later. The group's next call behind that raises an error on all ranks which says what
+differed.
 
 Shapes: n numbers of a tensor; k tensors; P ranks.
 """
 
+import ctypes
+import hashlib
 import weakref
 from typing import Any, NamedTuple
 
@@ -37,10 +40,34 @@ _answers: weakref.WeakKeyDictionary[Any, list[_Answer]] = weakref.WeakKeyDiction
 
 def differ(group: Group, tensors: dict[str, Tensor]) -> Tensor:
     """Return True, as a 0-d tensor, if one of the tensors has other numbers on some rank."""
-    own_k = torch.stack([fingerprint(each) for each in tensors.values()])
-    differ_k = (group.gather(own_k)() != own_k).any(0)
-    _keep(group, tuple(tensors), differ_k)
+    differ_k = compare(group, tensors)
+    tell_hosts(group, tuple(tensors), differ_k)
     return differ_k.any()
+
+
+def compare(group: Group, tensors: dict[str, Tensor]) -> Tensor:  # [k]
+    """Return True for each of the tensors that has other numbers on some rank."""
+    own_k = torch.stack([fingerprint(each) for each in tensors.values()])
+    return (group.gather(own_k)() != own_k).any(0)
+
+
+def on_device(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return those of the tensors that the device compares."""
+    return {name: each for name, each in tensors.items() if each is not None and not each.is_cpu}
+
+
+def texts(tensors: dict[str, Tensor | None]) -> dict[str, str]:
+    """Return those of the tensors that the hosts compare, as text."""
+    return {name: _text_of(each) for name, each in tensors.items() if each is not None and each.is_cpu}
+
+
+def _text_of(tensor: Tensor) -> str:
+    """Return a number as text, in which NaN equals NaN, or a hash of the tensor's bytes."""
+    own = tensor.detach().contiguous()
+    if own.dim() == 0:
+        return repr(own.item())
+    # Not by NumPy, which has no bfloat16.
+    return hashlib.blake2b(ctypes.string_at(own.data_ptr(), own.nbytes), digest_size=16).hexdigest()
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -87,7 +114,7 @@ def sentence(name: str) -> str:
     )
 
 
-def _keep(group: Group, names: tuple[str, ...], differ_k: Tensor) -> None:
+def tell_hosts(group: Group, names: tuple[str, ...], differ_k: Tensor) -> None:
     """Send an answer to the host, which does not wait for it."""
     if _captured():
         return  # a replay would overwrite what a host reads

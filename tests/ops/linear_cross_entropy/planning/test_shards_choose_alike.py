@@ -64,7 +64,7 @@ def test_one_engine(device, options):
         ]
         assert len({each.engine for each in plans}) == 1, (tokens_sharded, dtype, wanted)
         # None counts on a chunk of all tokens where the ranks agree on smaller ones.
-        chunks = Agreement(None, 32, (64, 64), 1, None, 0, (), None)
+        chunks = Agreement(None, 32, (64, 64), 1, None, ())
         for each in plans:
             assert each.agreed(chunks).weight_gradient != "single_product"
             if tokens_sharded:
@@ -72,11 +72,11 @@ def test_one_engine(device, options):
 
 
 def test_few_replicated_tokens_take_a_single_product(device):
-    """Where all ranks agree on a chunk of all tokens, and tokens are few beside a rank's classes."""
+    """Where ranks agree on a chunk of all tokens, and tokens are few beside a rank's classes."""
     place = {"group": "g", "ranks": 2, "num_classes": V}
     for N, few in ((64, True), (1024, True), (4096, False)):
         plan = plan_of(device, N, V // 2, **place)
-        whole = Agreement(None, plan.rows, (N, N), 1, None, 0, (), None)
+        whole = Agreement(None, plan.rows, (N, N), 1, None, ())
         assert (plan.agreed(whole).weight_gradient == "single_product") == (few and device == "cuda")
 
 
