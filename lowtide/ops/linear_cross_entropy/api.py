@@ -13,7 +13,7 @@ from lowtide.ops.linear_cross_entropy.data_sharded import takes_data_sharded_hea
 from lowtide.ops.linear_cross_entropy.definition import advice
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
-from lowtide.ops.linear_cross_entropy.operator import remembered_call
+from lowtide.ops.linear_cross_entropy.operator import signatures
 from lowtide.ops.linear_cross_entropy.operator.remembered_call import Tensors
 
 
@@ -237,8 +237,8 @@ def linear_cross_entropy(
     operands, known = Tensors(input, linear_weight, target, *others), None
     if group is first_class is num_classes is segments is None and not tokens_sharded:
         call_options = reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, backend
-        known = remembered_call.signature(operands, *call_options)
-        remembered = None if known is None else remembered_call.run(known, operands)
+        known = signatures.signature(operands, *call_options)
+        remembered = None if known is None else signatures.run(known, operands)
         if remembered is not None:
             return remembered[0]
     tensors = {
@@ -269,7 +269,7 @@ def linear_cross_entropy(
         segments=segments,
     )
     if known is not None:
-        remembered_call.remember(known, operands, **options)
+        signatures.remember(known, operands, **options)
     return call.returned(loss, by_row=reduction == "none")
 
 
@@ -279,7 +279,11 @@ def _loss(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) 
         loss = dispatch.run(*positions.call_of(input, linear_weight, target, **options))
         rows = (*input.shape[:1], *linear_weight.shape[1:-1])
         return loss.view(rows) if options["reduction"] == "none" else loss
-    return dispatch.cross_entropy((input,), (linear_weight,), target, **options)
+    call = (input,), (linear_weight,), target
+    if options["shard"] is None:
+        return dispatch.cross_entropy(*call, **options)
+    compute = lambda: (dispatch.cross_entropy(*call, **options),)  # noqa: E731
+    return signatures.through((input, linear_weight, target), options, compute)[0]
 
 
 @advises(advice.INSTEAD_OF, advice.USAGE)
@@ -364,8 +368,8 @@ def linear_log_probs(
         "backend": backend,
     }
     if group is first_class is num_classes is segments is None and not tokens_sharded:
-        known = remembered_call.signature(operands, "log_probs", *options.values())
-        remembered = None if known is None else remembered_call.run(known, operands)
+        known = signatures.signature(operands, "log_probs", *options.values())
+        remembered = None if known is None else signatures.run(known, operands)
         if remembered is not None:
             return LogProbs(*remembered)
     tensors = {
@@ -386,10 +390,14 @@ def linear_log_probs(
         segments=segments,
     )
     if known is not None:
-        remembered_call.remember(known, operands, log_probs=True, reduction="none", **options)
+        signatures.remember(known, operands, log_probs=True, **options)
     return LogProbs(*(call.returned(each, by_row=True) for each in found))
 
 
-def _log_probs(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> tuple[Tensor, ...]:
+def _log_probs(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> LogProbs:
     """Compute the log-probabilities of this rank's tensors."""
-    return dispatch.log_probs((input,), (linear_weight,), target, **options)
+    compute = partial(dispatch.log_probs, (input,), (linear_weight,), target, **options)
+    if options["shard"] is None:
+        return compute()
+    operands = input, linear_weight, target
+    return LogProbs(*signatures.through(operands, options, compute, log_probs=True))

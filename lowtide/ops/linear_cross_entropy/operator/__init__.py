@@ -4,11 +4,13 @@ An operator runs the engine of its plan; a compiled graph contains it as one nod
 
 Modules, in import order (a module imports only from those above it):
 
-planner          the plan of a call: which engine, and how it uses its memory
-positions        the gradients of a K-dimensional loss, one position after the other
-ops              the operators themselves
-fake             shapes and dtypes of their outputs, FLOPs and memory, without running them
-higher_order     the chunked definition, for every transform and derivatives of higher order
-autograd         the operators' first derivatives
-remembered_call  a loss like an earlier one, straight by its engine
+planner                   the plan of a call: which engine, and how it uses its memory
+positions                 the gradients of a K-dimensional loss, one position after the other
+ops                       the operators themselves
+fake                      shapes and dtypes of outputs, FLOPs and memory, without running them
+higher_order              the chunked definition, for transforms and higher derivatives
+autograd                  the operators' first derivatives
+remembered_call           a call like an earlier one, straight by its engine
+remembered_call_of_ranks  the same of a divided head, whose ranks agree anew in each call
+signatures                what tells calls apart, and which of them are remembered
 """

@@ -183,8 +183,10 @@ def _compiled_side_by_side(
     options: Options, function: Callable[..., list[Tensor]], *arguments: Any, rehearsal: Any = None
 ) -> list[Tensor]:
     """Return function(*arguments), whose kernels are compiled side by side where one has to be."""
-    if options.sharded or backend_of(options.engine) != "triton":  # ranks would speak in a rehearsal
+    if backend_of(options.engine) != "triton":
         return function(*arguments)
+    if options.sharded:  # to plan a backward pass, too, the rehearsal would speak to other ranks
+        rehearsal = None
     from lowtide.core.compile_ahead.launches import compile_side_by_side
 
     return compile_side_by_side(function, *arguments, rehearsal=rehearsal)
@@ -352,7 +354,7 @@ def own_call(
     upstream: dict[str, bool] | None = None,
     number: int | None = None,
 ) -> OwnCall:
-    """Return what this rank tells the others of a call, or of its backward if `upstream` is given."""
+    """Return what this rank tells the others of a call; of its backward if `upstream` is given."""
     name = "linear_log_probs" if call_kind.log_probs else "linear_cross_entropy"
     return OwnCall(
         operator=name if upstream is None else f"{name}_backward",

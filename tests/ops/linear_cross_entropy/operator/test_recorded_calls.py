@@ -10,7 +10,7 @@ import torch
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.engines import row_loss_triton
-from lowtide.ops.linear_cross_entropy.operator import remembered_call
+from lowtide.ops.linear_cross_entropy.operator import signatures
 from tests.support.loss import interpreted
 
 pytest.importorskip("triton")
@@ -109,13 +109,13 @@ def test_same_bits(device, monkeypatch, runs, name):
     by_row = case.log_probs or case.options.get("reduction") == "none"
     tensors = case.tensors(device)
     trained = [each for each in tensors.values() if each.requires_grad]
-    plans, make_plan = [], remembered_call.make_plan
+    plans, make_plan = [], signatures.make_plan
 
     def planned(*call):
         plans.append(make_plan(*call))
         return plans[-1]
 
-    monkeypatch.setattr(remembered_call, "make_plan", planned)
+    monkeypatch.setattr(signatures, "make_plan", planned)
     found, N = [], case.sizes[0]
     upstream = [torch.randn(N if by_row else (), device=device) for _ in range(3 if case.log_probs else 1)]
     for _ in range(3):

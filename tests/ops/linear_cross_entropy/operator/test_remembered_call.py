@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.ops.linear_cross_entropy.operator import ops, remembered_call
+from lowtide.ops.linear_cross_entropy.operator import ops, signatures
 from tests.support.loss import interpreted
 from tests.support.rehearsals import in_rehearsal
 
@@ -32,7 +32,7 @@ def interpreter(device):
 @pytest.fixture
 def went(monkeypatch):
     """By which way each call went: "operator", or "straight"."""
-    found, run, planned = [], remembered_call.run, ops._planned
+    found, run, planned = [], signatures.run, ops._planned
 
     def count_straight(*arguments):
         loss = run(*arguments)
@@ -44,7 +44,7 @@ def went(monkeypatch):
             found.append("operator")
         return planned(*arguments, **options)
 
-    monkeypatch.setattr(remembered_call, "run", count_straight)
+    monkeypatch.setattr(signatures, "run", count_straight)
     monkeypatch.setattr(ops, "_planned", count_planned)
     return found
 
@@ -387,7 +387,7 @@ def test_backward_sees_weights_that_changed(device):
 def test_no_tensor_is_kept(device):
     x, w, target = tensors(device)
     check(x, w, target)
-    assert remembered_call._calls
+    assert signatures._calls
     kept = [weakref.ref(each) for each in (x, w)]
     del x, w
     gc.collect()
