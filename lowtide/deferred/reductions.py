@@ -26,7 +26,7 @@ from lowtide.deferred.recorded.reporting import FUSED_LOSS
 from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy.data_sharded import mean_of_losses
 from lowtide.ops.linear_cross_entropy.definition.head import normalized
-from lowtide.ops.linear_cross_entropy.planning import agreement
+from lowtide.ops.linear_cross_entropy.ranks import messages
 from lowtide.ops.linear_cross_entropy.token_count import tokens_per_rank
 
 NO_CLASS = -(1 << 63)  # No class has this index.
@@ -131,7 +131,7 @@ def _raising_together(mesh: Any, target: Tensor) -> contextlib.AbstractContextMa
     """Raise one rank's error (such as a target that is no class) on all ranks of the loss."""
     if mesh is None or target.device.type != "cpu":  # only on a CPU do targets raise an error
         return contextlib.nullcontext()
-    return agreement.raising_together(mesh.get_group().group_name)
+    return messages.raising_together(mesh.get_group().group_name)
 
 
 def _tokens_per_rank(mesh: Any, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

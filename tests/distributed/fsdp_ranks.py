@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.ops.linear_cross_entropy.planning.agreement import MESSAGE_BYTES
+from lowtide.ops.linear_cross_entropy.ranks.messages import MESSAGE_BYTES
 from tests.support.ranks import RANKS, generator, mesh_of
 
 B, T, D, V, R = 2, 5, 8, 37, 3

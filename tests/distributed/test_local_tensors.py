@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowtide.ops.linear_cross_entropy.planning.agreement import check_layout
+from lowtide.ops.linear_cross_entropy.ranks.agreement import check_layout
 from lowtide.ops.linear_cross_entropy.sharding import TENSORS, sharded_call
 
 # torch's own names, which a build or a version may leave out.

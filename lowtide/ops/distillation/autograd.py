@@ -21,8 +21,8 @@ from lowtide.core.operator import call
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.distillation import higher_order, ops
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
-from lowtide.ops.linear_cross_entropy.planning.agreement import telling_errors
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
+from lowtide.ops.linear_cross_entropy.ranks.messages import telling_errors
 
 
 def distillation(heads: Heads, options: DistillationOptions) -> Tensor:

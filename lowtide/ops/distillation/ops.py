@@ -32,8 +32,8 @@ from lowtide.ops.distillation.engine import DistillationEngine
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import DistillationPlan, keeps_sum, make_plan, rows_for
 from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains
-from lowtide.ops.linear_cross_entropy.planning import equal_values
-from lowtide.ops.linear_cross_entropy.planning.agreement import OwnCall, agree
+from lowtide.ops.linear_cross_entropy.ranks import equal_values
+from lowtide.ops.linear_cross_entropy.ranks.agreement import OwnCall, agree
 
 TYPES: dict[Any, str] = {
     Tensor: "Tensor",

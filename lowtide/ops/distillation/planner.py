@@ -24,7 +24,6 @@ from lowtide.core.kernels.devices import counted_as
 from lowtide.core.matmul import copied_bytes
 from lowtide.core.strides import copies_rows, multiplies
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
-from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts, padded
 from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes, even_rows
@@ -33,6 +32,7 @@ from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
+from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 
 # Bytes of logits that the pass in torch takes at a time: what fits a CPU's cache, and what fills a
 # GPU. The pass holds TEMPORARIES tensors of that size at once.

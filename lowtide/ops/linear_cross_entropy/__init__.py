@@ -5,6 +5,7 @@ The logits are computed chunk by chunk and reduced at once, in forward and backw
 Folders and modules, in import order (each imports only from those above it):
 
 definition/  what a call computes, its arguments, the dense reference
+ranks/       what the ranks of a divided head tell each other before a call
 planning/    what follows from shapes and dtypes: requirements, chunk sizes, memory
 engines/     the loss and its gradients, chunk by chunk
 operator/    the operators of torch.ops.lowtide, and their derivatives

@@ -12,9 +12,9 @@ from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
 from lowtide.ops.linear_cross_entropy.data_sharded import takes_data_sharded_head
 from lowtide.ops.linear_cross_entropy.definition import advice
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
+from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 from lowtide.ops.linear_cross_entropy.operator import signatures
-from lowtide.ops.linear_cross_entropy.operator.remembered_call import Tensors
 
 
 @advises(advice.INSTEAD_OF, advice.USAGE)

@@ -27,7 +27,7 @@ from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 from lowtide.core.fsdp import is_parameter, reshaped
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import classes_of_rank
-from lowtide.ops.linear_cross_entropy.planning.agreement import agree_on_gradient
+from lowtide.ops.linear_cross_entropy.ranks.agreement import agree_on_gradient
 from lowtide.ops.linear_cross_entropy.sharding import telling_errors
 
 MARK = "_lowtide_tokens_differ"

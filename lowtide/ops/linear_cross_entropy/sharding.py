@@ -22,7 +22,7 @@ from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import classes_of_rank, greatest, least
-from lowtide.ops.linear_cross_entropy.planning import agreement
+from lowtide.ops.linear_cross_entropy.ranks import messages
 
 TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_scale")
 """The tensors whose places are told here; any other one of a call is divided as its tokens are."""
@@ -75,7 +75,7 @@ def telling_errors(tensors: dict[str, Any], group: Any) -> contextlib.AbstractCo
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()
     group = _group_of(tensors["linear_weight"], group)
-    return contextlib.nullcontext() if group is None else agreement.telling_errors(group.group_name)
+    return contextlib.nullcontext() if group is None else messages.telling_errors(group.group_name)
 
 
 def _group_of(weight: Any, group: Any) -> Any:

@@ -5,9 +5,9 @@ Shapes: N tokens of all ranks, padded to the same number on each; D features.
 
 from typing import NamedTuple
 
-from lowtide.ops.linear_cross_entropy.planning.agreement import MESSAGE_BYTES
 from lowtide.ops.linear_cross_entropy.planning.call import EXCLUDING
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.ranks.messages import MESSAGE_BYTES
 from lowtide.tools.units import readable
 
 INDEX_BYTES = 8

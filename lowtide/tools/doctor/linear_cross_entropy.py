@@ -19,11 +19,11 @@ from lowtide.ops.linear_cross_entropy.operator.planner import (
     predicted_seconds,
     with_graph_facts,
 )
-from lowtide.ops.linear_cross_entropy.planning.agreement import check_layout
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import three_gemms_seconds
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.ranks.agreement import check_layout
 from lowtide.tools.doctor.collectives import Collective, collectives
 from lowtide.tools.environment import dtype_name, present
 from lowtide.tools.units import readable

@@ -17,14 +17,16 @@ Shapes: N tokens; C tokens of a chunk; P ranks; K numbers of a row that ranks ex
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.part_stats import INTEGERS, gather_parts
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, target_nll
-from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 
 
 def own_places(coefs: RowCoefs, first_class: int, classes: int) -> RowCoefs:
@@ -56,7 +58,7 @@ def begin_merge(
     part: ExcludedTargetStats,
     logit_C: Tensor,
     row: RowCoefs,
-    agreement: Agreement,
+    agreement: "Agreement",
     *,
     first_class: int,
     smooth_logit_C: Tensor | None = None,

@@ -8,18 +8,21 @@ Shapes: C tokens of a chunk; P parts of the classes of all ranks, p of them on t
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.row_math import SoftmaxStats
-from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 
 # An integer travels as a number of as many bits.
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-def gather_parts(mine_p: Tensor, agreement: Agreement) -> Callable[[], Tensor]:
+def gather_parts(mine_p: Tensor, agreement: "Agreement") -> Callable[[], Tensor]:
     """Begin to gather [p, ...] of each rank; return a function that waits and returns [P, ...].
 
     The gathered parts are in the order of their classes. Each rank sends as many parts as the rank
@@ -39,7 +42,7 @@ def begin_merge(
     target_logit_C: Tensor,
     own: Sequence[tuple[slice, int]],
     take_stats: Callable[[slice, SoftmaxStats], None],
-    agreement: Agreement,
+    agreement: "Agreement",
     weight_P: Tensor | None,
 ) -> Callable[[], None]:
     """Take the statistics of this rank's parts and begin to gather them from all ranks.

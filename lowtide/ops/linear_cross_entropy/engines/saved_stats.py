@@ -12,6 +12,7 @@ Shapes: N tokens, of which M are kept.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from torch import Tensor
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, Stats
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowStats
-from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, EXCLUDING
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 
 
 def with_engine(vector_N: Tensor, engine: str) -> Tensor:  # [1, ..., 1, N]
@@ -54,14 +57,14 @@ def saves_target_logit(options: Options) -> bool:
     return bool(options.group) and options.engine in EXCLUDING
 
 
-def with_number(outputs: list[Tensor], agreement: Agreement | None) -> list[Tensor]:
+def with_number(outputs: list[Tensor], agreement: "Agreement | None") -> list[Tensor]:
     """Return outputs that end with statistics, and with the number of the group's call."""
     if agreement is None or not agreement.group.name:
         return outputs
     return [*outputs, torch.tensor([agreement.number], device="cpu")]
 
 
-def without_number(saved: Sequence[Tensor], agreement: Agreement | None) -> Sequence[Tensor]:
+def without_number(saved: Sequence[Tensor], agreement: "Agreement | None") -> Sequence[Tensor]:
     """Return the statistics alone."""
     return saved if agreement is None or not agreement.group.name else saved[:-1]
 

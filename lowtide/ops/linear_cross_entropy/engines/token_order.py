@@ -14,16 +14,16 @@ from torch import Tensor
 
 from lowtide.core.collectives import Group, Wait
 from lowtide.core.matmul import Operand
-from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.engines.gradients import InputRows
+    from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 
 
 class TokenOrder:
     """Hold the order in which the tokens of all ranks are taken."""
 
-    def __init__(self, agreement: Agreement, device: torch.device) -> None:
+    def __init__(self, agreement: "Agreement", device: torch.device) -> None:
         self.group, self.n = agreement.group, agreement.tokens[agreement.group.rank]
         ranks, self.most = self.group.size, max(agreement.tokens)
         self.step = max(1, min(agreement.rows // ranks, self.most))  # tokens of a rank in a chunk

@@ -28,8 +28,8 @@ from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
 from lowtide.ops.linear_cross_entropy.operator.planner import with_graph_facts
-from lowtide.ops.linear_cross_entropy.planning import agreement
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
+from lowtide.ops.linear_cross_entropy.ranks import messages
 
 
 def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor:
@@ -206,7 +206,7 @@ def _telling_errors(ctx: Any) -> contextlib.AbstractContextManager[None]:
     """Tell the ranks of a sharded head, each waiting in its backward, of an error in this one."""
     if not ctx.options.group or torch.compiler.is_compiling():
         return contextlib.nullcontext()
-    return agreement.telling_errors(ctx.options.group)
+    return messages.telling_errors(ctx.options.group)
 
 
 def refuse_sharded(options: Options) -> None:

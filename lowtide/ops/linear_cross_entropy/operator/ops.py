@@ -29,7 +29,7 @@ from lowtide.core.collectives import Group
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import operator
 from lowtide.core.pending_gradient import finish_eagerly
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, rows_of, with_rows
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine, make_rows
 from lowtide.ops.linear_cross_entropy.engines.row_loss import mean_factor
@@ -42,17 +42,13 @@ from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
     with_number,
     without_number,
 )
+from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
-from lowtide.ops.linear_cross_entropy.planning import equal_values
-from lowtide.ops.linear_cross_entropy.planning.agreement import (
-    OwnCall,
-    agree,
-    equal_tensors_of,
-    facts_of,
-)
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.ranks import equal_values
+from lowtide.ops.linear_cross_entropy.ranks.agreement import agree
 
 HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
 LABELS = ", ".join(f"Tensor{'?' * (name in Labels._field_defaults)} {name}" for name in Labels._fields)
@@ -338,69 +334,13 @@ def _planned(
     if options.sharded:
         number = call_number(statistics) if statistics is not None and options.group else None
         backward = None if statistics is None else upstream or {}
-        own = own_call(head, labels, options, call_kind, backward, number)
+        rows_of_tokens = functools.partial(rows_for, head, options, call_kind)
+        own = own_call(head, labels, options, call_kind, rows_of_tokens, backward, number)
         plan = plan.agreed(agree(own))
         head, labels, differ_k = compared(plan, head, labels)
         if differ_k is not None:
             equal_values.tell_hosts(Group(options.group), own.compared_on_device, differ_k)
     return plan, head, labels
-
-
-def own_call(
-    head: Head,
-    labels: Labels,
-    options: Options,
-    call_kind: CallKind,
-    upstream: dict[str, bool] | None = None,
-    number: int | None = None,
-) -> OwnCall:
-    """Return what this rank tells the others of a call; of its backward if `upstream` is given."""
-    name = "linear_log_probs" if call_kind.log_probs else "linear_cross_entropy"
-    return OwnCall(
-        operator=name if upstream is None else f"{name}_backward",
-        shard=options.shard,
-        classes=head.classes,
-        tokens=head.tokens,
-        device=head.device,
-        equal=facts_of(head, labels, options, call_kind),
-        equal_tensors=equal_tensors_of(head, labels, options, call_kind),
-        rows_for=functools.partial(rows_for, head, options, call_kind),
-        upstream=upstream or {},
-        number=number,
-    )
-
-
-def compared(plan: Plan, head: Head, labels: Labels) -> tuple[Head, Labels, Tensor | None]:
-    """Compare on the device what must be equal on all ranks of a call that they have agreed on.
-
-    Return the head and labels, with which the results are NaN if something differs, and True for
-    each tensor that does; None if the device compares nothing.
-    """
-    tensors = equal_values.on_device(equal_tensors_of(head, labels, plan.options, plan.call_kind))
-    if not tensors:
-        return head, labels, None
-    assert plan.agreement is not None
-    differ_k = equal_values.compare(plan.agreement.group, tensors)
-    return *_nan_where(differ_k.any(), head, labels, plan.options), differ_k
-
-
-def _nan_where(differ: Tensor, head: Head, labels: Labels, options: Options) -> tuple[Head, Labels]:
-    """Make the results NaN if `differ` is True: by a scale, weights or targets of no class."""
-
-    def marked(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            return tensor.masked_fill(differ, torch.nan)
-        return tensor.long().masked_fill(differ, -1 if options.ignore_index != -1 else -2)
-
-    if not options.tokens_sharded:
-        target, *others = rows_of(labels).values()
-        # Each rank has the class probabilities of its own classes, which are not compared.
-        target = target if target.is_floating_point() else marked(target)
-        labels = with_rows(labels, [target, *map(marked, others)])
-    if labels.normalizer is not None:
-        labels = labels._replace(normalizer=marked(labels.normalizer))
-    scale = None if head.scale is None else marked(head.scale)
-    return head.of([*head.inputs, *head.weights, head.bias, scale]), labels
 
 
 def call_kind_of(

@@ -10,7 +10,7 @@ Shapes: N tokens, D features, V classes.
 
 import contextlib
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,42 +19,11 @@ from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.pending_gradient import finish_gradients
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, normalizer_of, scale_of
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
+from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
 from lowtide.ops.linear_cross_entropy.operator import autograd, ops
 from lowtide.ops.linear_cross_entropy.operator.planner import with_copies
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
-
-
-class Tensors(NamedTuple):
-    """Hold the tensors of a call, a head with one term, by the names of the public arguments.
-
-    The logit scale may be a number. A call with a number as its normaliser, which changes with each
-    step, goes by the operators.
-    """
-
-    input: Tensor
-    linear_weight: Tensor
-    target: Tensor
-    linear_bias: Tensor | None = None
-    logit_scale: Any = None
-    weight: Tensor | None = None
-    row_weight: Tensor | None = None
-    normalizer: Any = None
-
-    @property
-    def head(self) -> Head:
-        scale = scale_of(self.logit_scale, self.input)
-        return Head((self.input,), (self.linear_weight,), self.linear_bias, scale)
-
-    @property
-    def scale_number(self) -> float | None:
-        """Return the logit scale if it is a number."""
-        return self.logit_scale if type(self.logit_scale) in (int, float) else None
-
-    @property
-    def labels(self) -> Labels:
-        normalizer = normalizer_of(self.normalizer, self.input)
-        return Labels(self.target, self.weight, self.row_weight, normalizer)
 
 
 class RememberedCall:

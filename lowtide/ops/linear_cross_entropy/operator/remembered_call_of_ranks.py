@@ -14,20 +14,17 @@ from torch import Tensor
 
 from lowtide.core.collectives import group_named
 from lowtide.core.matmul import on_device_of
+from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
     call_number,
     with_number,
 )
-from lowtide.ops.linear_cross_entropy.operator import ops
+from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call
 from lowtide.ops.linear_cross_entropy.operator.planner import rows_for
-from lowtide.ops.linear_cross_entropy.operator.remembered_call import (
-    RememberedCall,
-    Tensors,
-    strides_of,
-)
-from lowtide.ops.linear_cross_entropy.planning import agreement, equal_values
-from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement, OwnCall, Terms
+from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall, strides_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
+from lowtide.ops.linear_cross_entropy.ranks import equal_values, messages
+from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement, OwnCall, Terms
 
 # The results of a call by row that may have an upstream gradient.
 OF_LOSSES, OF_LOG_PROBS = ("loss",), ("log_prob", "entropy", "logsumexp")
@@ -48,7 +45,7 @@ class RememberedCallOfRanks(RememberedCall):
         return not group.name or group_named(group.name) is group.group
 
     def telling_errors(self) -> contextlib.AbstractContextManager[None]:
-        return agreement.telling_errors(self.plan.options.group) if self.waits else contextlib.nullcontext()
+        return messages.telling_errors(self.plan.options.group) if self.waits else contextlib.nullcontext()
 
     def compute(self, tensors: Tensors) -> Any:
         with on_device_of(tensors.input):
@@ -69,12 +66,12 @@ class RememberedCallOfRanks(RememberedCall):
     # What is recorded.
 
     def _compared(self, plan: Plan, *each: Any) -> list[Tensor | None]:
-        head, labels, differ_k = ops.compared(plan, *self.operands(Tensors(*each)))
+        head, labels, differ_k = compared(plan, *self.operands(Tensors(*each)))
         return [*self.found(plan, head, labels), differ_k]
 
     def _compared_by_row(self, plan: Plan, *given: Any) -> list[Tensor | None]:
         grad_output, tensors, kept = self.parts(given)
-        head, labels, differ_k = ops.compared(plan, *self.operands(tensors))
+        head, labels, differ_k = compared(plan, *self.operands(tensors))
         return [*self.found_by_row(plan, head, labels, kept, grad_output), differ_k]
 
 
@@ -117,8 +114,9 @@ class AgreedPass:
         return results, replace(found, number=number)
 
     def _own(self, tensors: Tensors) -> OwnCall:
-        plan = self.call.plan
-        return ops.own_call(*self.call.operands(tensors), plan.options, plan.call_kind, self.upstream)
+        plan, rows_for = self.call.plan, partial(self._rows_for, tensors)
+        call = *self.call.operands(tensors), plan.options, plan.call_kind
+        return own_call(*call, rows_for, self.upstream)
 
     def _rows_for(self, tensors: Tensors, rank_tokens: int) -> int:
         head, _ = self.call.operands(tensors)

@@ -4,7 +4,7 @@ Shapes: N tokens, D features, V classes.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from lowtide.core import torch_private
 from lowtide.core.operator import seen_by_nobody
 from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Options
+from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
 from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.operator.planner import (
     make_plan,
@@ -20,10 +21,11 @@ from lowtide.ops.linear_cross_entropy.operator.planner import (
     with_copies,
     with_graph_facts,
 )
-from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall, Tensors
-from lowtide.ops.linear_cross_entropy.operator.remembered_call_of_ranks import RememberedCallOfRanks
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 from lowtide.ops.linear_cross_entropy.planning.remembered import keep, memory
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall
 
 ALIGNMENT = 16  # bytes; of tensor maps, and of Triton's vectors
 PLAIN = (type(None), bool, int, float, str)
@@ -32,7 +34,7 @@ Signature = tuple[Hashable, ...]
 
 
 # None for a call that goes by the operators.
-_calls: dict[Hashable, RememberedCall | None] = memory()
+_calls: "dict[Hashable, RememberedCall | None]" = memory()
 
 
 def signature(tensors: Tensors, *options: Any) -> Signature | None:
@@ -114,7 +116,7 @@ def remember(known: Signature, tensors: Tensors, *, log_probs: bool = False, **o
         keep(_calls, known, _entry(tensors, options, log_probs=log_probs))
 
 
-def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> RememberedCall | None:
+def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> "RememberedCall | None":
     head, target, device = tensors.head, tensors.target, tensors.input.device
     options = Options.of(tensors.input, Arguments(**given))
     others = [each for each in tensors[2:] if isinstance(each, Tensor)]
@@ -132,4 +134,10 @@ def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> Remem
     copied = unreadable_operands(head, options, call_kind)
     plan = make_plan(with_copies(head, copied), options, call_kind)
     decided = plan, copied, tensors.scale_number
-    return RememberedCallOfRanks(*decided, tensors) if options.sharded else RememberedCall(*decided)
+    if options.sharded:
+        from lowtide.ops.linear_cross_entropy.operator.remembered_call_of_ranks import RememberedCallOfRanks
+
+        return RememberedCallOfRanks(*decided, tensors)
+    from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall
+
+    return RememberedCall(*decided)

@@ -1,7 +1,6 @@
 """Decide by shapes, dtypes and device which engine can run a call, and in what sizes and memory.
 
-Nothing here reads the values of tensors or launches a kernel, apart from `agreement` and
-`equal_values`.
+Nothing here reads the values of tensors, speaks to other ranks or launches a kernel.
 
 Modules, in import order (a module imports only from those above it):
 
@@ -9,8 +8,6 @@ tiling           the sizes of chunks and blocks, and the ways to form the weight
 byte_counts      the bytes that each part of a call takes
 weight_gradient  how the weight gradient is formed
 call             what a call computes from a head; the names of the engines
-equal_values     find tensors whose numbers differ between ranks, on their device
-agreement        the ranks of a sharded head agree on a call, or raise the same error
 plan             the plan of a call: every decision about it
 operands         how an engine reads its operands
 remembered       what was decided for a call, for calls that are alike

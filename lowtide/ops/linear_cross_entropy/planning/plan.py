@@ -2,13 +2,16 @@
 
 import functools
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from lowtide.ops.linear_cross_entropy.definition.head import Options
-from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
+
+if TYPE_CHECKING:
+    from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class Plan(Tiling):
     """
     skips_ignored: bool = False
     """True if rows are put in an order with ignored ones last, before which kernels end."""
-    agreement: Agreement | None = None
+    agreement: "Agreement | None" = None
     """Holds what the ranks agreed on, if the head is sharded."""
 
     @property
@@ -66,7 +69,7 @@ class Plan(Tiling):
         """Return True if engines/logits/one_product.py computes the call."""
         return self.engine == "logits_triton" and self.weight_gradient == "single_product"
 
-    def agreed(self, agreement: Agreement) -> "Plan":
+    def agreed(self, agreement: "Agreement") -> "Plan":
         """Return the plan with the chunks that ranks have agreed on."""
         whole = agreement.rows >= max(agreement.tokens)
         divides = self.weight_gradient == "single_product" and not whole

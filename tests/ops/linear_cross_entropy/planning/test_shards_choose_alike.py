@@ -14,7 +14,7 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
-from lowtide.ops.linear_cross_entropy.planning.agreement import Agreement
+from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 
 V, D = 128256, 1024
 SHARDS = (0, 1, 17, 4000, V // 2, V - 1, V)  # classes of a rank in uneven layouts: none, few, all

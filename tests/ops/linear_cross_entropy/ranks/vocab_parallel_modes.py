@@ -29,7 +29,7 @@ import lowtide
 from lowtide.core import collectives
 from lowtide.ops.linear_cross_entropy import dispatch
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
-from lowtide.ops.linear_cross_entropy.planning import equal_values
+from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import room
 from tests.support.budgets import dense
 from tests.support.loss import check, check_log_probs, make_inputs, planned, rows_for

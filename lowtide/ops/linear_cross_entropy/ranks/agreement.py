@@ -1,21 +1,18 @@
 """Let the ranks of a sharded call agree, before their first collective of data.
 
 Each rank must issue the same collectives, of the same sizes, or all of them wait for ever. So each
-says in a message of a fixed size what it was called with. All ranks then raise the same error, or
-all go on with the smallest of their chunks. A rank that raises an error before that sends the error
-in place of its message.
+says in a message (messages.py) what it was called with. All ranks then raise the same error, or all
+go on with the smallest of their chunks.
 
-Every call exchanges messages, since no rank knows whether the others have changed theirs. They move
-between the hosts: a host waits for the other hosts, and never for its device. Numbers that only the
-device knows are compared there (equal_values.py).
+Every call exchanges messages, since no rank knows whether the others have changed theirs. Numbers
+that only the device knows are compared there (equal_values.py).
 
 Shapes: V classes of all ranks; P parts of the classes, whose statistics are kept apart.
 """
 
-import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,19 +21,11 @@ from torch import Tensor
 
 from lowtide.core.collectives import Group
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, VocabShard, rows_of
-from lowtide.ops.linear_cross_entropy.planning import equal_values
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind
+from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
+from lowtide.ops.linear_cross_entropy.ranks import equal_values, messages
 
-MESSAGE_BYTES = 2048
-
-CALL = "the call that backward belongs to"
 MEAN_OF_LOSSES = "backward of a loss of lowtide.shard_head"
 FACTOR = "the factor by which a loss of lowtide.shard_head is scaled"
-SAME_CALLS = (
-    "each rank must make the same calls, and its loss must use the results of each, if only times 0, for "
-    "backward moves tensors as well"
-)
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ class Terms:
             equal[f"upstream gradients of {', '.join(call.upstream)}"] = upstream
         equal["arguments on a device"] = [*call.compared_on_device]
         own = {"first_class": shard.first_class, "classes": call.classes, "tokens": call.tokens}
-        with telling_errors(shard.group):  # in a compiled graph, the call is not in such a block
+        with messages.telling_errors(shard.group):  # in a compiled graph, the call is not in such a block
             own["rows"] = call.rows_for(call.tokens)
         self.operator = call.operator
         self.text = json.dumps({"equal": equal | call.equal, "own": own, "upstream": upstream})
@@ -126,28 +115,28 @@ class Terms:
         The arguments are those of `OwnCall`. Of tensors on a device, the numbers are not compared.
         As long as all ranks say the same again, the agreement is the same object.
         """
-        global _count
-        _count += 1
         message = {
             "operator": self.operator,
-            "call": {CALL: number},
+            "call": {messages.CALL: number},
             "equal": equal_values.texts(tensors),
-            "count": _count,
+            "count": messages.next_number(),
             "differed": equal_values.differed(self.group),
         }
-        ranks = _exchange(self.group, message, self.text)
+        ranks = messages.exchange(self.group, message, self.text)
         for each in ranks:
             if each["differed"]:  # some hosts know of the difference now, the others soon
                 equal_values.raise_difference(self.group, each["differed"])
         texts = [each["terms"] for each in ranks]
         if self.known is None or self.known[0] != texts:
             terms = [json.loads(each) for each in texts]
-            _check_equal([each["call"] | its["equal"] | each["equal"] for each, its in zip(ranks, terms)])
+            messages.check_equal(
+                [each["call"] | its["equal"] | each["equal"] for each, its in zip(ranks, terms)]
+            )
             agreement = self._agreement([each["own"] for each in terms], rows_for, terms)
             if len({*agreement.tokens}) == 1:  # else all ranks exchange a second message each time
                 self.known = texts, agreement
         else:
-            _check_equal([each["call"] | each["equal"] for each in ranks])
+            messages.check_equal([each["call"] | each["equal"] for each in ranks])
             agreement = self.known[1]
         return agreement, max(each["count"] for each in ranks)
 
@@ -160,9 +149,9 @@ class Terms:
         counts = [len(shard.parts_of(*each)) for each in layout]
         most, rows, tokens = max(counts), [each["rows"] for each in ranks], [each["tokens"] for each in ranks]
         if len({*tokens}) > 1:  # otherwise a rank with few tokens would make all ranks take small chunks
-            with telling_errors(shard.group):
+            with messages.telling_errors(shard.group):
                 message = {"operator": self.operator, "rows": rows_for(max(tokens))}
-            rows = [each["rows"] for each in _exchange(group, message)]
+            rows = [each["rows"] for each in messages.exchange(group, message)]
         step = group.size if shard.tokens_sharded else 1  # a chunk has as many tokens of each rank
         places = [
             place
@@ -183,9 +172,6 @@ class Terms:
         )
 
 
-_count = 0  # calls that agreed or told an error; by it, `telling_errors` knows whether its call did so
-
-
 def agree(call: OwnCall) -> Agreement:
     """Return what the ranks agree on; all of them raise if their calls do not fit together."""
     agreement, number = Terms(call).agree(call.equal_tensors, call.rows_for, call.number)
@@ -204,34 +190,6 @@ def _kept_on_device(places: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(places, device=device)
 
 
-@contextlib.contextmanager
-def telling_errors(name: str) -> Iterator[None]:
-    """Tell the other ranks of an error of this block, if they wait for this one in `agree`."""
-    global _count
-    before = _count
-    try:
-        yield
-    except Exception as error:
-        if _count == before:
-            _count += 1
-            _tell(name, error)
-        raise
-
-
-@contextlib.contextmanager
-def raising_together(name: str) -> Iterator[None]:
-    """Raise an error of this block on all ranks, each of which waits for the others at its end.
-
-    It must not be opened where `agree` is called.
-    """
-    try:
-        yield
-    except Exception as error:
-        _tell(name, error)
-        raise
-    _exchange(Group(name), {"operator": "a loss of deferred logits"})
-
-
 def agree_on_gradient(name: str, number: int, gradient: Tensor) -> Tensor:
     """Return the upstream gradient of a loss that the ranks share, if it is the same on all.
 
@@ -245,11 +203,11 @@ def agree_on_gradient(name: str, number: int, gradient: Tensor) -> Tensor:
     if group.size == 1 or isinstance(gradient, FakeTensor):  # other ranks have no fake tensor
         return gradient
     own = gradient.detach().to(torch.float64)
-    message: dict[str, Any] = {"operator": MEAN_OF_LOSSES, "equal": {CALL: number}}
+    message: dict[str, Any] = {"operator": MEAN_OF_LOSSES, "equal": {messages.CALL: number}}
     if own.is_cpu:
         message["gradient"] = own.item()
-    ranks = _exchange(group, message)
-    _check_equal([each["equal"] for each in ranks])
+    ranks = messages.exchange(group, message)
+    messages.check_equal([each["equal"] for each in ranks])
     if not own.is_cpu:
         return gradient.masked_fill(equal_values.differ(group, {FACTOR: own}), torch.nan)
     gradients = [each["gradient"] for each in ranks]
@@ -260,93 +218,6 @@ def agree_on_gradient(name: str, number: int, gradient: Tensor) -> Tensor:
             "normalizer= for counts, row_weight= for weights that differ, or take reduction='none'"
         )
     return gradient
-
-
-def _tell(name: str, error: Exception) -> None:
-    _exchange(Group(name), {"error": f"{type(error).__name__}: {error}"})
-
-
-def facts_of(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, Any]:
-    """Return what must be equal on all ranks of a call of the loss, by name, for JSON."""
-    own = ("few_tokens", "dense", "compute_dtype", "workspace", "backend", *VocabShard._fields)
-    given = {"linear_bias": head.bias, "logit_scale": head.scale, **labels._asdict()}
-    facts = {name: value for name, value in options._asdict().items() if name not in own}
-    facts["input's features"] = [each.shape[-1] for each in head.inputs]
-    facts["input's dtype"] = str(options.compute_dtype)
-    facts["arguments"] = [name for name, each in given.items() if each is not None]
-    facts["class probabilities"] = call_kind.probabilities
-    facts["requires_grad of input, linear_weight, linear_bias, logit_scale"] = [*call_kind.needs_grad.all]
-    return facts
-
-
-def equal_tensors_of(
-    head: Head, labels: Labels, options: Options, call_kind: CallKind
-) -> dict[str, Tensor | None]:
-    """Return the tensors whose numbers must be equal on all ranks of a call, by name."""
-    if options.ranks == 1:
-        return {}
-    tensors = {"normalizer": labels.normalizer, "logit_scale": head.scale}
-    if options.tokens_sharded:
-        return tensors
-    by_row = rows_of(labels)
-    target = by_row.pop("target")
-    if not call_kind.probabilities:  # each rank has probabilities of its own classes only
-        by_row["target"] = target.long()
-    return tensors | by_row
-
-
-def _exchange(group: Group, message: dict[str, Any], terms: str = "") -> list[dict[str, Any]]:
-    """Return the messages of all ranks; raise if only others sent an error.
-
-    `terms`, a line of text, reaches the others as it is, as an entry of the message.
-    """
-    if group.size == 1:
-        return [message | {"terms": terms}]
-    if "error" in message:
-        message = {"error": message["error"][: MESSAGE_BYTES // 8]}  # JSON may take six bytes a character
-    gathered = _gathered(group, _encoded(message, terms), message.get("operator", "an error"))
-    ranks = [_decoded(bytes(each)) for each in gathered.tolist()]
-    if "error" not in message:
-        _check_messages(ranks)
-    return ranks
-
-
-def _encoded(message: dict[str, Any], terms: str) -> Tensor:
-    text = f"{json.dumps(message)}\n{terms}".encode().ljust(MESSAGE_BYTES, b"\0")
-    assert len(text) == MESSAGE_BYTES, "the message has no room for what a call is told by"
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _decoded(text: bytes) -> dict[str, Any]:
-    message, terms = text.rstrip(b"\0").decode().split("\n")
-    return {**json.loads(message), "terms": terms}
-
-
-def _gathered(group: Group, mine: Tensor, place: str) -> Tensor:
-    """Return the bytes of all ranks."""
-    try:
-        return group.of_hosts.gather(mine)()
-    except RuntimeError as error:  # the backend raises it if a rank has ended or the group's timeout is over
-        raise RuntimeError(f"{error} (this rank waited for the others in {place}; {SAME_CALLS})") from error
-
-
-def _check_messages(ranks: Sequence[dict[str, Any]]) -> None:
-    """Raise if a rank sent an error, or if the ranks are in different operators."""
-    for rank, other in enumerate(ranks):
-        if "error" in other:
-            raise ArgumentError(f"rank {rank} of the group raised an error in this call: {other['error']}")
-    _check_equal([{"operator": each["operator"]} for each in ranks])
-
-
-def _check_equal(ranks: Sequence[dict[str, Any]]) -> None:
-    for name in ranks[0]:
-        found = [each.get(name) for each in ranks]
-        if any(each != found[0] for each in found):
-            if name in equal_values.BY_ROW:
-                raise ArgumentError(equal_values.sentence(name))
-            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(found))
-            advice = f"; {SAME_CALLS}" if name in ("operator", CALL) else ""
-            raise ArgumentError(f"{name} must be the same on all ranks of the group, got {listed}{advice}")
 
 
 def check_layout(layout: Sequence[tuple[int, int]], shard: VocabShard) -> None:

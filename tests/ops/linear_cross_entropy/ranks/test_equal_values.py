@@ -6,7 +6,7 @@ vocab_parallel_modes.py has what a call does with them, on several cards.
 import pytest
 import torch
 
-from lowtide.ops.linear_cross_entropy.planning.equal_values import fingerprint, sentence
+from lowtide.ops.linear_cross_entropy.ranks.equal_values import fingerprint, sentence
 
 DTYPES = (torch.long, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool)
 
