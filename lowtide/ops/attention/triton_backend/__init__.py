@@ -1,17 +1,19 @@
 """Compute attention in Triton kernels, for CUDA and for Triton's interpreter.
 
-Backward computes each score twice or stores the gradients of scores, strip by strip; many small or
-short problems have kernels of their own.
+Backward either recomputes the scores in each of its kernels, or computes them once and stores their
+gradients, one strip at a time (strips.py). Many small problems have their own kernels, and so have
+many short ones. A problem is one head of one batch. It is small if one tile holds all its scores,
+and short if it has at most 1,024 queries and at most 1,024 keys.
 
 The modules, in the order of imports (a module imports only those above it):
 
     tile_sizes.py       tile sizes of each kernel, by card, dtype and features
-    kernels/            the kernels, and what they share
-    strips.py           which scores backward stores, and how many at a time
-    launch.py           one call as its kernels read it
-    launch_small_problems.py  launches of many small problems, and for a short bias
+    kernels/            the kernels and the functions that they share
+    strips.py           what backward stores for each score, and for how many scores at a time
+    launch.py           the arguments that the kernels of one call share
+    launch_small_problems.py  launches for many small problems, and for the bias of short ones
     launch_few_queries.py  launches of forward for a few queries of many keys
     launch_forward.py   the launch of forward
-    launch_stored_scores.py  launches of backward that store a strip's scores or read them
+    launch_stored_scores.py  launches that store a strip's gradients of scores, or read them
     launch_backward.py  launches of backward
 """

@@ -1,10 +1,10 @@
 """Hold the arguments that the Triton kernels of one call share.
 
-Every kernel that computes scores takes the groups of these arguments in the same order, so that a
+Every kernel that computes scores takes these arguments in the same groups and the same order. So a
 launch reads like the kernel's list of parameters.
 
-Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E
-of values.
+Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
+and keys, E of values. dz is the gradient of the softmax's input z.
 """
 
 import math
@@ -21,11 +21,11 @@ from lowtide.ops.attention.triton_backend.kernels.bf16_split import piece_count,
 from lowtide.ops.attention.triton_backend.kernels.dropout import dropout_keys_kernel
 from lowtide.ops.attention.triton_backend.tile_sizes import Tile, find_tile, shared_memory
 
-# Dropout keys that one program computes.
+# The number of dropout keys that one program computes.
 DROPOUT_KEYS = 1024
-# The most numbers of 16 bits that a thread loads at once.
+# The most 16-bit numbers that one load instruction of a thread reads: 16 bytes.
 VECTOR = 8
-# The fields of which a strip takes a slice, if it has only some of the batches.
+# Fields whose first dimension is the batch, or 1. A strip of some batches takes a slice of each.
 WITH_BATCHES = (
     *("query", "key", "value", "bias", "row_key", "grad_output", "grad_logsumexp", "row_terms"),
     *("grad_query", "grad_key", "grad_value", "grad_bias", "bias_sum"),
@@ -34,7 +34,7 @@ Strides = tuple[int, ...]
 
 
 class Scalars(NamedTuple):
-    """Hold the numbers that kernels of scores take: the scale, and those of dropout."""
+    """Hold the scale of the scores, and dropout's limit and rescale (definition/dropout.py)."""
 
     scale: float
     limit: int
@@ -42,7 +42,7 @@ class Scalars(NamedTuple):
 
 
 class Switches(NamedTuple):
-    """Hold the constants that kernels of scores are compiled for (tiles.py)."""
+    """Hold compile-time constants of every kernel that computes scores (kernels/tiles.py)."""
 
     softcap: float
     precision: str
@@ -51,60 +51,60 @@ class Switches(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """Hold the tensors and constants of one call that its kernels take, or of some batches."""
+    """Hold the tensors and constants that kernels take, for one call or some of its batches."""
 
     size: AttentionSizes
     dtype: torch.dtype
-    """The operands' dtype, before they are split."""
+    """The operands' dtype before `split`."""
     pieces: int
-    """The number of pieces that each operand is split into; 1 if it is not split."""
+    """The number of bfloat16 pieces of each operand (bf16_split.py); 1 means no split."""
     query: Tensor
-    """As in Operands, or bfloat16 pieces [count, B, H, M, K]; so are key and value."""
+    """As in Operands, or [count, B, H, M, K] after `split`; key and value likewise."""
     key: Tensor
     value: Tensor
     bias: Tensor | None
-    """As in Operands; uint8 in place of bool."""
+    """As in Operands, but a bool bias is viewed as uint8."""
     first: Tensor | None
     end: Tensor | None
     row_key: Tensor | None
-    """Dropout's keys, [B, H, M] and [N], int32."""
+    """Dropout's row keys, [B, H, M], int32; column_key holds its column keys, [N]."""
     column_key: Tensor | None
     scalars: Scalars
     switches: Switches
     step: int
-    """A divisor of features and strides, which kernels rely on (tiles.multiple)."""
+    """A divisor of K, E and each row's offset, which kernels rely on (step_of, tiles.multiple)."""
     # The following fields are for backward only.
     grad_output: Tensor | None = None
-    """Gradient of the result, in pieces if the query is."""
+    """The upstream gradient of the result, in pieces if the query is."""
     grad_logsumexp: Tensor | None = None
     row_terms: Tensor | None = None
-    """Holds what delta_kernel writes per row, [B, H, 2 or 3, M]."""
+    """The numbers that delta_kernel writes for each row, [B, H, 2 or 3, M]."""
     row_first: Tensor | None = None
-    """The queries that see a key, row_first <= i < row_end, [N]."""
+    """[N], like row_end: the queries that see key j are row_first[j] <= i < row_end[j]."""
     row_end: Tensor | None = None
     grad_query: Tensor | None = None
     """Memory for a gradient; None if the gradient is not needed."""
     grad_key: Tensor | None = None
     grad_value: Tensor | None = None
     grad_bias: Tensor | None = None
-    """Holds the gradient of a bias that has rows and columns."""
+    """Memory for the gradient of a bias with more than one row and more than one column."""
     bias_sum: Tensor | None = None
-    """The gradient of a bias that is the same for all queries, [B, H, 1, N]."""
+    """Sums of dz over the queries, [B, H, 1, N], for a bias that is the same for all queries."""
 
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors from which kernels load tiles of features."""
+        """Return the tensors that kernels load in tiles of rows and features."""
         return self.query, self.key, self.value, self.grad_output
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors that every kernel of scores takes first."""
+        """Return the first arguments of every kernel that computes scores."""
         vectors = self.first, self.end, self.row_key, self.column_key
         return self.query, self.key, self.value, self.bias, *vectors
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Return the constants that every kernel of scores is compiled for, by name."""
+        """Return the compile-time constants of every kernel that computes scores, by name."""
         return {
             "SOFTCAP": self.switches.softcap, "PRECISION": self.switches.precision,
             "BASE_2": self.switches.base_2, "COLUMN_BIAS": self.switches.column_bias,
@@ -126,16 +126,16 @@ class KernelCall(NamedTuple):
         return H, self.size.R, M, N, K, E
 
     def of_batches(self, batches: slice) -> "KernelCall":
-        """Return the call of these batches; tensors that all batches share stay as they are."""
+        """Return the call with these batches only; tensors that all batches share stay whole."""
         tensors = ((name, getattr(self, name)) for name in WITH_BATCHES)
         own = {name: x[batches] for name, x in tensors if x is not None and x.shape[0] > 1}
         return self._replace(**own)
 
     def split(self, heads: slice, key_heads: slice, loaded_once: Sequence[str] = ()) -> "KernelCall":
-        """Return the call with operands of these heads only, split into pieces.
+        """Return the call with the operands of these heads only, split into pieces.
 
-        If operands are not split, the call stays as it is, with all heads. loaded_once names
-        operands that kernels split themselves, since a program loads them once.
+        If pieces is 1, return the call unchanged, with all heads. loaded_once names operands that
+        stay in float32: a program loads them only once, and splits them itself.
         """
         if self.pieces == 1:
             return self
@@ -152,7 +152,7 @@ class KernelCall(NamedTuple):
         return found
 
     def find_tile(self, kernel: str) -> Tile | None:
-        """Return the tile of a kernel, or None if it has none for so many features."""
+        """Return the tile of a kernel, or None if the kernel cannot take K or E features."""
         bias = self.bias
         row_bias_bytes = bias.itemsize if bias is not None and bias.shape[2] > 1 else 0
         half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)
@@ -164,7 +164,7 @@ class KernelCall(NamedTuple):
 
 
 def kernel_call(operands: Operands, options: AttentionOptions) -> KernelCall:
-    """Return the call with the arguments that its kernels take; compute the keys of dropout."""
+    """Return the arguments of the call's kernels; with dropout, compute its keys."""
     size, (query, key, value, bias, first, end, seed) = sizes(operands), operands
     row_key = column_key = None
     scalars = Scalars(options.scale, 0, 1.0)
@@ -179,14 +179,15 @@ def kernel_call(operands: Operands, options: AttentionOptions) -> KernelCall:
         bias = bias.view(torch.uint8)
     vectors = first, end, row_key, column_key
     pieces = piece_count(query.dtype)
-    # Rows of pieces are padded, so Triton knows their alignment. Kernels that read float32 operands
-    # whole are not told the alignment either.
+    # Float32 gets no hint of alignment. Rows of pieces are padded to 16 features, which Triton
+    # detects by itself. In kernels that do not split float32, the hint was not measured (decision
+    # 0065).
     step = 1 if pieces > 1 else step_of((query, key, value), size.K, size.E)
     return KernelCall(size, query.dtype, pieces, query, key, value, bias, *vectors, scalars, switches, step)
 
 
 def _dropout_keys(seed: Tensor, size: AttentionSizes) -> tuple[Tensor, Tensor]:
-    """Return dropout's keys, [B, H, M] and [N], int32."""
+    """Return dropout's row keys [B, H, M] and column keys [N], int32."""
     B, H, _, M, N, _, _ = size
     row_key = torch.empty(B, H, M, dtype=torch.int32, device=seed.device)
     column_key = torch.empty(N, dtype=torch.int32, device=seed.device)
@@ -200,9 +201,10 @@ def _dropout_keys(seed: Tensor, size: AttentionSizes) -> tuple[Tensor, Tensor]:
 
 
 def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
-    """Return the largest number up to VECTOR that divides the features and the offset of each row.
+    """Return the largest number up to VECTOR that divides the features and each row's offset.
 
-    If 16 divides the features this is 1, since Triton detects that itself, for contiguous rows too.
+    Offsets count elements from address 0. If 16 divides all the features, return 1: Triton detects
+    such a divisor by itself, also in the strides of contiguous rows.
     """
     if not any(each % 16 for each in features):
         return 1
@@ -215,7 +217,10 @@ def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
 
 
 def strides_of(tensor: Tensor | None) -> Strides:
-    """Return a kernel's strides: those of pieces have the first one last; None has zeros."""
+    """Return a tensor's strides in the order that kernels read; zeros for None.
+
+    Of pieces [count, B, H, I, F], the first stride, from piece to piece, moves to the end.
+    """
     if tensor is None:
         return 0, 0, 0, 0
     strides = tensor.stride()
@@ -223,7 +228,7 @@ def strides_of(tensor: Tensor | None) -> Strides:
 
 
 def broadcast_strides(bias: Tensor | None) -> Strides:
-    """Return a bias's strides, 0 where its size is 1."""
+    """Return a bias's strides, with 0 for each dimension of size 1; zeros for None."""
     if bias is None:
         return 0, 0, 0, 0
     return tuple(0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride()))

@@ -1,11 +1,20 @@
 """Launch the Triton kernels of backward.
 
-Small problems have their own (launch_small_problems.py). Otherwise scores are computed twice, or
-once and what is needed of them is stored (launch_stored_scores.py), or once by a program that has a
-whole problem. A bias of short problems may have its gradient from scores that are computed once
-more, and one that nothing shares has it from the kernel of dq.
+A call takes one of four ways. A problem is one head of one batch.
 
-Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of values.
+* Many small problems (one tile of scores each) have their own kernels (launch_small_problems.py).
+* Many short problems in float32: one program computes a whole problem, and each score once.
+* Stored gradients: each score is computed once, and its gradient is stored for the other kernels,
+  strip by strip (strips.py, launch_stored_scores.py).
+* Recomputed scores: the kernel of dq and those of dk and dv compute each score anew.
+
+Two kinds of bias need no stored gradients. For a bias that neither batches nor heads share, the
+kernel of dq writes the gradient. For some shared biases of short problems, a kernel of their own
+recomputes the scores.
+
+Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
+and keys, E of values. dq, dk and dv are the gradients of query, key and value; dz is the gradient
+of the softmax's input z.
 """
 
 import itertools
@@ -34,15 +43,15 @@ from lowtide.ops.attention.triton_backend.launch import (
 from lowtide.ops.attention.triton_backend.launch_stored_scores import StripMemory
 from lowtide.ops.attention.triton_backend.strips import Stored, Strip, scores_to_store, strips
 
-# Queries of a program of delta_kernel.
+# The queries of one program of delta_kernel.
 ROWS = 64
-# The most queries and keys for which a bias's gradient is summed from scores computed again, and
-# the fewest problems for one program each (decision 0061).
+# LONGEST: the most queries and the most keys of a short problem. PROBLEMS: the fewest problems for
+# which one program computes a whole short problem (decision 0061).
 LONGEST, PROBLEMS = 1024, 528
-# In half precision a bias of at most so many scores is summed so if heads alone share it: strips of
-# so few scores leave the card idle (decision 0065).
+# With at most so many scores in half precision, short_bias_gradient also takes a bias that heads
+# share and batches do not. Strips of so few scores leave a part of the card idle (decision 0065).
 FEW_SCORES = 1 << 24
-# Strips of fewer programs leave the card idle: then scores are computed again.
+# Strips of fewer programs leave a part of the card idle, so scores are recomputed instead.
 FEWEST_PROGRAMS = 192
 
 
@@ -56,7 +65,7 @@ def backward(
     statistics: Tensor,
     low: Tensor | None,
 ) -> list[Tensor]:
-    """Return the gradients asked for among query, key, value and bias."""
+    """Return the gradients of query, key, value and bias that needs_grad asks for."""
     operands, out, statistics = _readable(operands, out, statistics)
     low = low.contiguous() if low is not None and is_far(low) else low
     call = kernel_call(operands, options)
@@ -85,12 +94,12 @@ def backward(
     row_terms = _row_terms(call, out, low, statistics)
     grad_bias = bias_of_scores = bias_sum = None
     if bias is not None:
-        if bias.shape[2] == 1:  # sums over queries, computed with the gradients of keys
+        if bias.shape[2] == 1:  # the kernel of dk, dv or the stored scores sums dz over queries
             bias_sum = statistics.new_empty(B, H, 1, N)
         elif bias.shape[3] == 1:
             grad_bias = _bias_of_queries(bias, grad_logsumexp, statistics)
         else:
-            # The kernel of dq writes nothing where no query of its tile sees a key.
+            # The kernel of dq skips keys that no query of its tile sees: there the gradient is 0.
             skips = own_bias and operands.first is not None
             grad_bias = bias_of_scores = (bias.new_zeros if skips else bias.new_empty)(bias.shape)
     row_first, row_end = _rows_of_keys(call)
@@ -123,7 +132,7 @@ def backward(
 
 
 def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Operands, Tensor, Tensor]:
-    """Copy saved tensors that hooks brought back in strides that the kernels cannot read."""
+    """Return saved tensors, copied where hooks changed their strides to unreadable ones."""
     matrices = (each.contiguous() if is_far(each) else each for each in (*operands[:3], out))
     query, key, value, out = matrices
     first, end = (None if each is None else each.contiguous() for each in (operands.first, operands.end))
@@ -132,12 +141,12 @@ def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Oper
 
 
 def _row_terms(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tensor) -> Tensor:
-    """Return what the tiles of backward read of each row (delta_kernel)."""
+    """Return the numbers of each row that backward's tiles read (recompute.delta_kernel)."""
     B, H, _, M, _, _, E = call.size
     base_2 = call.switches.base_2
     row_terms = statistics.new_empty(B, H, 2 if base_2 else 3, M)
     tiles, block = cdiv(M, ROWS), min(128, max(16, next_power_of_2(E)))
-    # Hooks on saved tensors may have brought back the result in other strides than its own.
+    # Compute the step anew: hooks on saved tensors may have changed the strides of the result.
     step = step_of((out, low, call.grad_output), E)
     delta_kernel[(tiles * B * H,)](
         out, low, call.grad_output, call.grad_logsumexp, statistics, row_terms, out.stride(),
@@ -148,9 +157,11 @@ def _row_terms(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Te
 
 
 def _confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
-    """Replace row_terms in float32 where rows are confident, as a kernel of scores computes them.
+    """Compute row_terms anew in float32, as `kernel` computes scores, where rows are confident.
 
-    `call` has its operands as that kernel reads them. Two pieces, for TF32, err by more than delta.
+    A row is confident if one key has more than half of its weight (kernels/confident_rows.py).
+    `call` holds the operands as `kernel` reads them, in pieces or not. With two pieces (TF32
+    allowed) nothing is done: the products' own errors are larger than that of delta.
     """
     if call.dtype.itemsize == 2 or call.pieces == 2:
         return
@@ -165,7 +176,7 @@ def _confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
 
 
 def _query_gradient(call: KernelCall) -> None:
-    """Compute dq, and the gradient of a bias that nothing shares, from scores computed again."""
+    """Write dq, and the gradient of a bias that nothing shares, from recomputed scores."""
     B, H, _, M, _, _, _ = call.size
     tile = call.tile("query")
     tiles = cdiv(M, tile.M)
@@ -177,9 +188,9 @@ def _query_gradient(call: KernelCall) -> None:
 
 
 def _is_whole(call: KernelCall) -> bool:
-    """Return True if a program computes all gradients of a problem, but for the bias's.
+    """Return True if one program computes dq, dk and dv of a whole problem.
 
-    Such are many short problems in float32 of few features.
+    This way takes many short problems in float32 with few features, unless TF32 is allowed.
     """
     B, H, G, M, N, _, _ = call.size
     takes = call.pieces == 3 and G == H and call.grad_query is not None and call.bias_sum is None
@@ -189,13 +200,13 @@ def _is_whole(call: KernelCall) -> bool:
 
 
 def _is_own_bias(call: KernelCall, bias: Tensor | None) -> bool:
-    """Return True if nothing shares a bias that needs a gradient: the kernel of dq writes that."""
+    """Return True if the kernel of dq writes the bias's gradient, since nothing shares the bias."""
     B, H, _, M, N, _, _ = call.size
     return bias is not None and call.pieces == 1 and bias.shape == (B, H, M, N) and min(M, N) > 1
 
 
 def _sums_short_bias(call: KernelCall, whole: bool) -> bool:
-    """Return True if the gradient of a bias is summed from scores computed again."""
+    """Return True if short_bias_gradient computes the bias's gradient from recomputed scores."""
     size, bias = call.size, call.grad_bias
     if bias is None or max(size.M, size.N) > LONGEST:
         return False
@@ -211,7 +222,7 @@ def _shares_bias(call: KernelCall) -> bool:
 
 
 def _whole_problems(call: KernelCall) -> None:
-    """Compute dq, dk and dv, each problem in one program."""
+    """Write dq, dk and dv, each problem in one program."""
     B, H, _, M, N, _, _ = call.size
     tile, total = call.tile("whole problem"), _sum_of(call.grad_query)
     assert total is not None
@@ -226,7 +237,7 @@ def _whole_problems(call: KernelCall) -> None:
 
 
 def _in_strips(call: KernelCall, stores: Stored, many: bool) -> None:
-    """Compute all gradients from what is stored, strip by strip."""
+    """Write all gradients, strip by strip, and reuse one buffer for what the strips store."""
     size, bias, pieces = call.size, call.grad_bias, call.pieces if call.pieces > 1 else 0
     shared = (False, False) if bias is None else (bias.shape[0] == 1, bias.shape[1] == 1)
     found = strips(size, sum(stores) * call.dtype.itemsize, pieces, *shared)
@@ -243,13 +254,14 @@ def _in_strips(call: KernelCall, stores: Stored, many: bool) -> None:
 def _strips_of_heads(
     call: KernelCall, of_heads: Sequence[Strip], stores: Stored, many: bool, room: Tensor, add_bias: bool
 ) -> None:
-    """Compute the gradients of some batches and heads, over all their strips of keys."""
+    """Write the gradients of some batches and heads; of_heads holds all their strips of keys."""
     first, add = of_heads[0], len(of_heads) > 1
     call = call.of_batches(slice(first.first_batch, first.first_batch + first.batches))
     grad_query = None if call.grad_query is None else call.grad_query[:, first.heads(call.size)]
     total = _sum_of(grad_query) if add else grad_query
     together = call.find_tile("key and value") is not None
-    # With more features the registers have no room to split a tile.
+    # A kernel of both dk and dv splits the value itself. With more features, where dk and dv are
+    # computed apart, registers have no room for that.
     call = call.split(first.heads(call.size), first.key_heads, ("value",) if together else ())
     _confident_delta("key and value" if together else "value", call, first)
     for strip in of_heads:
@@ -267,7 +279,7 @@ def _strips_of_heads(
 
 
 def _key_value_gradient(call: KernelCall, strip: Strip, memory: StripMemory) -> bool:
-    """Compute dv and, if one kernel can, dk; return True if dk is done."""
+    """Write dv, and dk unless it is left to the stored scores; return True if dk is written."""
     if call.find_tile("key and value") is not None:
         _key_value("key and value", call, strip, memory)
         return True
@@ -280,7 +292,7 @@ def _key_value_gradient(call: KernelCall, strip: Strip, memory: StripMemory) -> 
 
 
 def _leaves_idle(call: KernelCall, stores: Stored) -> bool:
-    """Return True if strips are too small for the card, though the call is large enough for it."""
+    """Return True if a strip has too few programs for the card, but the whole call has enough."""
     B, _, G, _, N, _, _ = call.size
     if call.pieces == 1 or call.grad_bias is not None:
         return False
@@ -293,7 +305,11 @@ def _leaves_idle(call: KernelCall, stores: Stored) -> bool:
 
 
 def _key_value_gradients(call: KernelCall) -> None:
-    """Compute dk and dv from scores computed again, some key heads at a time if in pieces."""
+    """Write dk and dv from recomputed scores.
+
+    Operands that are split into pieces are taken some key heads at a time, which bounds the memory
+    of the pieces.
+    """
     size, together = call.size, call.find_tile("key and value")
     groups, loaded_once = size.G, ("key", "value") if together else ()
     if call.pieces > 1:
@@ -308,7 +324,7 @@ def _key_value_gradients(call: KernelCall) -> None:
 
 
 def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory) -> None:
-    """Compute those of dk, dv and a bias's sum that have memory, and store what has."""
+    """Write those of dk, dv, bias_sum and the strip's stored gradients that have memory."""
     results = call.grad_key, call.grad_value, call.bias_sum, memory.grad_scores, memory.grad_z
     if all(each is None for each in results):
         return
@@ -327,7 +343,7 @@ def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory)
 
 
 def _rows_of_keys(call: KernelCall) -> tuple[Tensor | None, Tensor | None]:
-    """Return the interval of queries that see each key, as two vectors [N]."""
+    """Return the first query that sees each key and the last + 1, as two vectors [N]."""
     first, end = call.first, call.end
     if first is None or end is None:
         return None, None
@@ -340,7 +356,8 @@ def _rows_of_keys(call: KernelCall) -> tuple[Tensor | None, Tensor | None]:
 def _bias_of_queries(bias: Tensor, grad_logsumexp: Tensor | None, statistics: Tensor) -> Tensor:
     """Return the gradient of a bias that is the same for all keys.
 
-    Such a bias moves the logsumexp of its row, and nothing else.
+    Such a bias changes the logsumexp of its row and nothing else. So its gradient is the upstream
+    gradient of the logsumexp.
     """
     if grad_logsumexp is None:
         return torch.zeros_like(bias)
@@ -349,13 +366,13 @@ def _bias_of_queries(bias: Tensor, grad_logsumexp: Tensor | None, statistics: Te
 
 
 def _sum_of(gradient: Tensor | None) -> Tensor | None:
-    """Return zeros in float32 to add a gradient up in: its own memory, if that is float32."""
+    """Return float32 zeros that a gradient is summed in: its own memory if that is float32."""
     if gradient is None or gradient.dtype == torch.float32:
         return gradient if gradient is None else gradient.zero_()
     return torch.zeros_like(gradient, dtype=torch.float32)
 
 
 def _round_sum(total: Tensor | None, gradient: Tensor | None) -> None:
-    """Write a gradient's sum to its memory, if it is elsewhere."""
+    """Copy a gradient's sum to the gradient's memory, unless both are the same memory."""
     if gradient is not None and total is not None and total is not gradient:
         gradient.copy_(total)

@@ -11,20 +11,20 @@ from lowtide.core.kernels.backend import cdiv, next_power_of_2
 from lowtide.ops.attention.triton_backend.kernels.few_queries import few_queries_kernel, merge_parts_kernel
 from lowtide.ops.attention.triton_backend.launch import KernelCall
 
-# With fewer keys there is little to divide among programs.
+# The fewest keys that these kernels take: fewer are not worth dividing among programs.
 FEWEST_KEYS = 1024
-# Programs that an H200 runs at once. If there are fewer key heads, the keys of each are divided
-# into parts, as many as make so many programs.
+# The number of programs that an H200 runs at once. With fewer key heads, counted over all batches,
+# the keys of each head are divided into parts, so that there are up to so many programs.
 PROGRAMS = 264
-# Rows of a program that merges parts.
+# The rows of one program of merge_parts_kernel.
 ROWS = 8
 
 
 def is_few(call: KernelCall) -> bool:
-    """Return True if the kernels take this call: all queries of a key head are one tile.
+    """Return True if the queries that share a key head fit one tile, and these kernels may gain.
 
-    They gain nothing where there are many heads and none shares its keys: there the general kernel
-    reads each key once, too.
+    They gain nothing with many key heads of one query head each: there the general kernel also
+    reads each key only once.
     """
     size, tile = call.size, call.find_tile("few queries")
     if tile is None or call.pieces > 1 or size.N < FEWEST_KEYS or 0 in size[:5]:
@@ -34,13 +34,13 @@ def is_few(call: KernelCall) -> bool:
 
 
 def forward(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tensor | None) -> None:
-    """Write the result and, if they have memory, its low half and the statistics of each row."""
+    """Write the result and, where memory is given, its low half and the statistics of each row."""
     B, H, G, M, N, _, E = call.size
     tile, rows = call.tile("few queries"), B * H * M
     keys = tile.N * cdiv(cdiv(N, tile.N), max(1, PROGRAMS // (B * G)))
     parts = cdiv(N, keys)
     part = part_sums = None
-    if parts > 1:  # of at most PROGRAMS tiles
+    if parts > 1:  # in all at most PROGRAMS tiles of float32
         part, part_sums = (out.new_empty(parts, rows, each, dtype=torch.float32) for each in (E, 2))
     few_queries_kernel[(parts * B * G,)](
         *call.tensors, out, low, statistics, part, part_sums, *call.strides, out.stride(), *call.sizes,

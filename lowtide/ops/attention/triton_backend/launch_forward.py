@@ -14,7 +14,7 @@ from lowtide.ops.attention.triton_backend.launch import kernel_call
 
 
 def forward(operands: Operands, options: AttentionOptions, keep_statistics: bool) -> list[Tensor]:
-    """Return the result and, if asked for, the statistics of each row and the low half."""
+    """Return the result and, if asked for, the statistics of each row and the result's low half."""
     call = kernel_call(operands, options)
     B, H, _, M, _, _, E = call.size
     out = allocate(call.query, (B, H, M, E), options.rows_first)

@@ -1,4 +1,7 @@
-"""Launch the kernels for many small problems (small_problems.py) and a short bias (short_bias.py).
+"""Launch the kernels for many small problems, and for the gradient of a bias of short problems.
+
+A problem is one head of one batch. The kernels are in kernels/small_problems.py and
+kernels/short_bias.py. A program takes a run: several problems, one after the other.
 
 Shapes: B batches; H heads; M queries, N keys; K features of queries and keys, E of values.
 """
@@ -17,22 +20,23 @@ from lowtide.ops.attention.triton_backend.kernels.small_problems import (
 from lowtide.ops.attention.triton_backend.launch import KernelCall, strides_of
 from lowtide.ops.attention.triton_backend.tile_sizes import Tile
 
-# With fewer problems most multiprocessors of the card are idle, however fast a program is.
+# The fewest problems that the kernels of small problems take. With fewer, a part of the card is
+# idle, however fast one program is.
 FEWEST = 264
-# The most programs of forward and of backward. An H200's multiprocessor runs two of backward at
-# once.
+# The most programs of forward and of backward, if there are no more heads than that. Each
+# multiprocessor of an H200 runs two programs of backward at once.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, 264
-# The most programs for the gradient of a bias that batches share and that has fewer tiles: each run
-# of programs sums over a part of the batches.
+# A shared bias with fewer tiles than this has several programs per tile, and at most so many in
+# all. Each of them sums over a part of the problems that share the bias.
 BIAS_PROGRAMS = 528
 
 
 def is_small(call: KernelCall, kernel: str = "problem forward", grad_bias: bool = False) -> bool:
     """Return True if the kernel takes this call: many problems of one tile each.
 
-    Where TF32 is allowed, other kernels take float32. grad_bias says that the bias needs a
-    gradient. Such a bias must have several rows of queries and columns of keys, and the heads may
-    share it only if the batches do, too.
+    If TF32 is allowed, other kernels take float32. grad_bias: the bias needs a gradient. Such a
+    bias must have more than one row and more than one column. Heads may share it only if batches
+    share it too.
     """
     B, H, G, _, _, _, _ = call.size
     bias = call.bias
@@ -44,7 +48,7 @@ def is_small(call: KernelCall, kernel: str = "problem forward", grad_bias: bool 
 
 
 def _tile(call: KernelCall, kernel: str) -> Tile | None:
-    """Return the tile that holds all scores of a problem, or None if a problem is too large."""
+    """Return a tile that holds all scores of a problem, or None if a problem is too large."""
     for name in (kernel, f"wide {kernel}"):
         tile = call.find_tile(name)
         if tile is not None and call.size.M <= tile.M and call.size.N <= tile.N:
@@ -53,7 +57,7 @@ def _tile(call: KernelCall, kernel: str) -> Tile | None:
 
 
 def forward(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tensor | None) -> None:
-    """Write the result and, if they have memory, its low half and the statistics of each row."""
+    """Write the result and, where memory is given, its low half and the statistics of each row."""
     H, _, *sizes = call.sizes
     runs, batches = _runs(call, FORWARD_PROGRAMS)
     tile = call.tile("problem forward")
@@ -65,7 +69,7 @@ def forward(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tenso
 
 
 def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
-    """Write the gradients that have memory, and return that of the bias, if it is given."""
+    """Write the gradients that have memory; return the bias's gradient if `bias` is given."""
     H, _, *sizes = call.sizes
     runs, batches = _runs(call, BACKWARD_PROGRAMS)
     tile, grad_bias = _tile(call, "problem gradient"), bias
@@ -87,7 +91,7 @@ def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
 
 
 def short_bias_gradient(call: KernelCall) -> None:
-    """Write the gradient of a bias from scores computed again."""
+    """Write the gradient of the bias of short problems, from recomputed scores."""
     grad_bias = call.grad_bias
     assert grad_bias is not None
     B, H, _, M, N, _, _ = call.size
@@ -96,7 +100,7 @@ def short_bias_gradient(call: KernelCall) -> None:
     programs = math.prod(tiles) * own_batches * own_heads
     steps = cdiv(batches * heads, max(1, BIAS_PROGRAMS // programs))
     runs, parts = cdiv(batches * heads, steps), grad_bias
-    if runs > 1:  # at most BIAS_PROGRAMS tiles of float32, 8 MiB
+    if runs > 1:  # parts hold at most BIAS_PROGRAMS tiles of float32, 8 MiB
         parts = grad_bias.new_empty(runs * own_batches, own_heads, M, N, dtype=torch.float32)
     short_bias_gradient_kernel[(programs * runs,)](
         *call.tensors, call.grad_output, call.row_terms, parts, *call.strides,
@@ -109,12 +113,12 @@ def short_bias_gradient(call: KernelCall) -> None:
 
 
 def _runs(call: KernelCall, programs: int) -> tuple[int, int]:
-    """Return the number of runs of batches, and the batches of each."""
+    """Return the number of runs for one head, and the number of batches of each run."""
     B, H = call.size.B, call.size.H
     batches = cdiv(B, max(1, programs // H))
     return cdiv(B, batches), batches
 
 
 def _is_shared(call: KernelCall) -> bool:
-    """Return True if all batches share the bias, or there is none."""
+    """Return True if all batches share the bias, or if there is no bias."""
     return call.bias is None or call.bias.shape[0] == 1

@@ -1,6 +1,9 @@
 """Launch the Triton kernels that store the gradients of a strip's scores, or read them.
 
-Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of values.
+strips.py says what a strip is, and what backward stores for each of its scores.
+
+Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
+and keys, E of values. dq, dk and dv are the gradients of query, key and value.
 """
 
 import math
@@ -26,7 +29,7 @@ from lowtide.ops.attention.triton_backend.strips import Stored, Strip
 
 @dataclass(frozen=True, slots=True)
 class StripMemory:
-    """Hold where a strip's numbers are stored; None for those that are not (strips.Stored)."""
+    """Hold the memory of each number in strips.Stored; None for numbers that are not stored."""
 
     weight: Tensor | None = None
     grad_scores: Tensor | None = None
@@ -34,20 +37,20 @@ class StripMemory:
 
     @property
     def strides(self) -> Strides:
-        """Return the strides that all of them have."""
+        """Return the strides, which are the same for all these tensors."""
         tensors = (self.weight, self.grad_scores, self.grad_z)
         return next((each.stride() for each in tensors if each is not None), (0, 0, 0))
 
 
 def memory_of(call: KernelCall, strip: Strip, stores: Stored, room: Tensor) -> StripMemory:
-    """Return where a strip stores its numbers."""
+    """Return a strip's memory as views of `room`, which every strip reuses."""
     shape = strip.shape(call.size)
     tensors = (part[: math.prod(shape)].view(shape) for part in room)
     return StripMemory(*(next(tensors) if each else None for each in stores))
 
 
 def store(call: KernelCall, strip: Strip, memory: StripMemory) -> None:
-    """Store the gradients of a strip's scores, and its weights if they are stored."""
+    """Store what `memory` has room for, and write the strip's part of bias_sum."""
     _, _, G, M, N, _, _ = call.size
     B, R = strip.batches, call.size.R
     tile, heads = call.tile("scores"), strip.batches * strip.groups * R
@@ -70,7 +73,7 @@ def store(call: KernelCall, strip: Strip, memory: StripMemory) -> None:
 def query_gradient(
     call: KernelCall, strip: Strip, memory: StripMemory, grad_query: Tensor, add: bool
 ) -> None:
-    """Compute dq from the stored gradients of scores, or add it to what is there."""
+    """Write dq from the stored gradients of scores; with `add`, add to the previous values."""
     _, R, M, N, K, _ = call.sizes
     tile = call.tile("query of scores")
     tiles = cdiv(M, tile.M)
@@ -86,7 +89,7 @@ def query_gradient(
 def key_value_gradients(
     call: KernelCall, strip: Strip, memory: StripMemory, grad_value: Tensor | None
 ) -> None:
-    """Compute dk and dv, or one of them, from what is stored."""
+    """Write dk from the stored gradients and dv from the stored weights, where they have memory."""
     _, R, M, N, K, E = call.sizes
     tile = call.tile("key and value of scores")
     blocks = tile.blocks_K * (call.grad_key is not None) + tile.blocks_E * (grad_value is not None)
@@ -103,7 +106,7 @@ def key_value_gradients(
 
 
 def bias_gradient(call: KernelCall, strip: Strip, memory: StripMemory, grad_bias: Tensor, add: bool) -> None:
-    """Compute the bias's gradient from the stored gradients of scores."""
+    """Write the bias's gradient from the stored ones; with `add`, add to the previous values."""
     _, R, M, N, _, _ = call.sizes
     tile = call.tile("bias of scores")
     all_of = strip.batches, strip.groups * R

@@ -1,20 +1,22 @@
-"""Decide which scores backward stores in memory, and how many at a time.
+"""Decide what backward stores for each score, and for how many scores at a time.
 
-A gradient of a score serves up to four times: for the gradients of query, key and bias and, with
-the weights, for that of the value. Storing all of them would take O(M N). So backward works strip
-by strip. A strip has some batches, some heads and some keys, as many as fit, and all queries.
+A computed score serves up to four gradients. Its weight gives the value's, dv; its own gradient
+gives the query's, dq, the key's, dk, and the bias's. To store the gradients of all scores would
+take O(M N). So backward works strip by strip. A strip has all queries, and as many batches, key
+heads and keys as fit.
 
-The gradients of a strip's keys are complete with the strip. Where a strip does not have all keys,
-the gradient of its queries is summed over strips, in float32. Each number of a bias's gradient is
-one sum in one program, so a strip has all batches, or all heads, that share a bias. The exception
-is float32, where the pieces of so many may not fit: then the bias's gradient is summed over strips,
-in float32.
+One strip completes dk and dv of its keys. If a strip does not have all keys, dq is summed over
+strips, in float32. One program sums each number of the bias's gradient, so a strip has all batches,
+or all heads, that share the bias. In float32 the pieces of so many may not fit. Then the bias's
+gradient is summed over strips, in float32.
 
-Two kernels can compute the scores. With more features than fit into registers (half precision above
-256), it is one that computes nothing else: the weights are stored too, and all gradients are
-products of what is stored. Otherwise it is the one that computes the gradients of key and value, or
-of the value alone where both are too many sums for its registers; the remaining gradients are
-products.
+Which kernel computes the scores depends on the features:
+
+* In half precision with more than 256 features, sums of dk or dv do not fit into registers. A
+  kernel computes the scores and nothing else. It stores the weights too, and dq, dk and dv are
+  products of what is stored.
+* Otherwise the kernel of dk and dv computes the scores, or the kernel of dv alone if sums of both
+  do not fit into registers. The other gradients come from the stored gradients of scores.
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
 and keys, E of values.
@@ -27,17 +29,19 @@ from lowtide.core.kernels.backend import cdiv
 from lowtide.ops.attention.definition.operands import AttentionOptions, AttentionSizes, Operands
 from lowtide.ops.attention.triton_backend.kernels.bf16_split import padded_width
 
-# Bytes that a strip may hold, including its operands' pieces and a float32 sum of dq: 256 MiB of
-# gradients, and the pieces and sums of some heads. A strip of the fewest keys may hold more. For
-# each number stored of a score it takes as much as a gradient of 128 features (decision 0050).
+# The most bytes that a strip holds: 256 MiB of stored gradients, and 48 MiB for pieces of its
+# operands and a float32 sum of dq (decision 0050). A strip of the fewest keys, KEYS, may hold more:
+# each number stored for a score takes as much memory as dq of these heads with 128 features.
 ROOM = 304 << 20
-# The same as a share of one matrix of all scores, in the operands' dtype. The leanest dense way
-# holds three in backward (weights, their gradients, and those of the scores), ten times as much
-# (decision 0050).
+# The same limit as a share of one matrix of all scores, in the operands' dtype. The leanest dense
+# computation holds three such matrices in backward: the weights, their gradients and those of the
+# scores. That is ten times as much (decision 0050).
 SHARE = 3 / 10
-# The width of a strip of keys is a multiple of this, and so of the keys of any tile.
+# Strips are cut at multiples of this many keys. The keys of any tile divide it, so no tile lies in
+# two strips.
 KEYS = 128
-# Queries are padded to a multiple of this, so that loads and stores of 16 bytes are aligned.
+# Stored rows are padded to a multiple of this many queries, so that loads and stores of 16 bytes
+# are aligned.
 QUERIES = 16
 
 
@@ -63,9 +67,9 @@ class Strip(NamedTuple):
         return slice(self.first_group * size.R, (self.first_group + self.groups) * size.R)
 
     def shape(self, size: AttentionSizes) -> tuple[int, int, int]:
-        """Return the shape of what is stored, in heads, keys and queries.
+        """Return the shape [heads, keys, queries] of each stored tensor, with padding.
 
-        Heads are in the order (key head, batch, R).
+        Heads are ordered by key head, then by batch, then by query head within the key head.
         """
         return self.groups * self.batches * size.R, up(self.keys, KEYS), up(size.M, QUERIES)
 
@@ -74,25 +78,25 @@ class Stored(NamedTuple):
     """Hold which numbers backward stores for each score."""
 
     weight: bool = False
-    """The weights, after dropout."""
+    """The weights after dropout, for dv."""
     grad_scores: bool = False
-    """Gradients of q k^T before its scale, for query, key and, without a soft cap, a bias."""
+    """Gradients of scale q k^T, for dq, dk and, without a soft cap, the bias's gradient."""
     grad_z: bool = False
-    """Gradients of the softmax's input z, for a bias beside a soft cap."""
+    """Gradients of the softmax's input z, for the bias's gradient if there is a soft cap."""
 
 
 def scores_to_store(
     operands: Operands, options: AttentionOptions, needs_grad: Sequence[bool], together: bool, many: bool
 ) -> Stored:
-    """Return what backward stores of each score.
+    """Return what backward stores for each score.
 
-    together: one kernel computes the gradients of key and value. many: there are too many features
-    for any kernel that computes one of them.
+    together: one kernel computes dk and dv. many: there are too many features for the kernels that
+    recompute scores.
 
-    A bias with rows and columns needs stored scores for its gradient. Otherwise scores are stored
-    where products are expensive: in float32, where one product takes six of half precision. Half
-    precision alone is faster when it computes the scores again (403 TFLOP/s on an H200, in 3 MiB;
-    decision 0050).
+    The gradient of a bias with more than one row and column needs stored gradients of scores.
+    Without such a bias, float32 stores them if more than one kernel would compute the scores, since
+    one of its products takes up to six products of bfloat16. Half precision recomputes the scores,
+    which is faster there (403 TFLOP/s on an H200, in 3 MiB; decision 0050).
     """
     query, key, value = needs_grad[:3]
     bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and needs_grad[3]
@@ -111,16 +115,16 @@ def strips(
     shared_batches: bool = False,
     shared_heads: bool = False,
 ) -> list[Strip]:
-    """Return the strips, as even as possible: split by heads first, then by batches, last by keys.
+    """Return strips of even size: split by key heads first, then by batches, last by keys.
 
-    score_bytes: bytes of all that is stored for one score. pieces: of each operand, 0 if it is not
-    split. shared_batches, shared_heads: a bias that needs a gradient is the same for all of them,
-    so each strip has all, if their pieces fit.
+    score_bytes: the bytes of all numbers stored for one score. pieces: the number of pieces of each
+    operand, 0 if operands are not split. shared_batches, shared_heads: all batches, or all heads,
+    share a bias that needs a gradient. Each strip then has all of them, if their pieces fit.
     """
     B, H, G, M, N, K, E = size
     room = min(ROOM, int(SHARE * (4 if pieces else 2) * B * H * M * N))
     columns = cdiv(N, KEYS)
-    # Bytes of 128 keys of one batch and key head.
+    # Bytes that KEYS keys of one batch and key head store.
     column = max(1, score_bytes) * size.R * up(M, QUERIES) * KEYS
     operands = 2 * pieces * (size.R * M + N) * (padded_width(K) + padded_width(E))
     most = room // (column * columns + operands)
@@ -147,10 +151,10 @@ def up(total: int, step: int) -> int:
 
 
 def evenly(total: int, most: int) -> int:
-    """Return how many to take at a time, at most `most`.
+    """Return the size of the parts that a total is divided into, at most `most`.
 
-    It divides the total evenly, unless that would take twice as many times. Programs of equal work
-    run in waves as wide as the card; a smaller strip would leave some of the card idle.
+    Parts are equal, unless equal parts would be twice as many or more. Programs of equal work fill
+    the card in waves, and a smaller last strip would leave a part of the card idle.
     """
     times = cdiv(total, most)
     times = next((each for each in range(times, 2 * times) if total % each == 0), times)

@@ -1,9 +1,11 @@
 """Look up the tile sizes of each Triton kernel by shared memory, operand width and features.
 
-Sizes for large cards were the fastest of some ten candidates each on an H200 (decision 0019). Sizes
-for small cards are the largest that fit.
+A large card has at least LARGE bytes of shared memory per thread block. Its sizes were the fastest
+of about ten candidates per kernel on an H200 (decision 0019). Sizes for small cards are the largest
+that fit.
 
-Shapes: M queries, N keys; K features of queries and keys, E of values.
+Shapes: M queries, N keys; K features of queries and keys, E of values. dk and dv are the gradients
+of key and value.
 """
 
 from functools import cache
@@ -13,7 +15,7 @@ import torch
 
 from lowtide.core.kernels.backend import cdiv, next_power_of_2
 
-# Bytes of shared memory that a block may have on an H100: 227 KiB. Consumer cards have 99 KiB.
+# The most bytes of shared memory of a thread block on an H100: 227 KiB. Consumer cards have 99 KiB.
 LARGE = 227 << 10
 
 
@@ -23,15 +25,15 @@ class TileSizes(NamedTuple):
     M: int
     N: int
     K: int
-    """Features of queries and keys at a time, at most."""
+    """The most features of queries and keys in one block."""
     E: int
-    """Features of values at a time, at most."""
+    """The most features of values in one block."""
     warps: int
     stages: int
 
 
 class Tile(NamedTuple):
-    """Hold a kernel's tile for a call: the sizes, and how features are divided into blocks."""
+    """Hold a kernel's tile sizes for one call, and the number of blocks of features."""
 
     M: int
     N: int
@@ -40,19 +42,19 @@ class Tile(NamedTuple):
     E: int
     blocks_E: int
     cut_K: int
-    """0 if all blocks are full; else what divides K and where each row begins (tiles.load_tile)."""
+    """0 if all blocks are full; else a divisor of K and of each row's offset (tiles.multiple)."""
     cut_E: int
     warps: int
     stages: int
 
     @property
     def constants(self) -> dict[str, int]:
-        """Return the constants of a kernel that goes over blocks of features."""
+        """Return the constants of a kernel that loops over blocks of features."""
         return self.constants_of_one_block | {"BLOCKS_K": self.blocks_K, "BLOCKS_E": self.blocks_E}
 
     @property
     def constants_of_one_block(self) -> dict[str, int]:
-        """Return the constants of a kernel whose tiles have all features."""
+        """Return the constants of a kernel whose tiles hold all features."""
         return {
             "BLOCK_M": self.M, "BLOCK_N": self.N, "BLOCK_K": self.K, "BLOCK_E": self.E, "CUT_K": self.cut_K,
             "CUT_E": self.cut_E,
@@ -60,17 +62,18 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Return what Triton compiles the kernel with."""
+        """Return the options of a launch that Triton compiles the kernel with."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-# A tile has at least so many features: rows of 128 bytes. With narrower tiles, the ptxas 12.8.93 of
-# Triton 3.6 confuses the descriptors of tiles of two widths at one address. The result is a crash,
-# or other numbers than those that were asked for.
+# The fewest features of a tile: rows of 128 bytes in half precision. If a kernel has a tile at
+# least so wide and a narrower one, ptxas 12.8.93 (Triton 3.6) computes a wrong descriptor of shared
+# memory. Such a kernel crashes or returns wrong numbers.
 MIN_FEATURES = 64  # decision 0020
-# Kernels whose tiles in shared memory all have features as rows, if operands have. Where no operand
-# has more than 32 features, all of these tiles are 32 wide, so no tile of another width is beside
-# them. A tile of an operand whose rows are neighbours in memory is as wide as it has rows.
+# Kernels whose tiles may be FEWEST_FEATURES wide if no operand has more features. In all their
+# tiles in shared memory, features are the contiguous dimension. So all these tiles are equally
+# wide, and the error above cannot occur. This excludes calls that have an operand with a stride of
+# 1 between rows, because the width of its tile is the number of rows.
 NARROW = (
     *("forward", "query", "key and value", "problem forward", "problem gradient", "short bias"),
     *("whole problem", "wide problem gradient", "few queries"),
@@ -78,11 +81,12 @@ NARROW = (
 FEWEST_FEATURES = 32
 
 
-# Each kernel has pairs (most features, tile sizes); of a call's features the larger of K and E
-# counts, and the first pair that allows as many is taken. In float32 every kernel but "query"
-# multiplies pieces (bf16_split.py): "NAME of 2 pieces" is looked up before NAME. One kernel
-# computes the gradients of key and value as long as the sums of both fit into its registers. With
-# more features each has a kernel of its own, or the key's gradient is a product of stored scores.
+# A table has pairs (most features, tile sizes) for each kernel. A call takes the first pair that
+# allows max(K, E) features. Kernels of float32 that multiply bfloat16 pieces (bf16_split.py) may
+# have sizes for each number of pieces: "NAME of 2 pieces" is looked up before NAME. "query" and the
+# kernels of small and short problems do not split their operands. "key and value" computes dk and
+# dv as long as the sums of both fit into registers. With more features, dk and dv have a kernel
+# each, or dk is a product of stored gradients of scores.
 Table = dict[str, tuple[tuple[int, TileSizes], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {
@@ -213,11 +217,12 @@ def find_tile(
     narrow: bool = True,
     step: int = 1,
 ) -> Tile | None:
-    """Return the tile of a kernel, or None if it has no tile for so many features.
+    """Return the tile of a kernel, or None if the kernel cannot take K or E features.
 
-    pieces: of each operand. half: operands have 16 bits. row_bias_bytes: of one number of a bias
-    that differs between queries, whose tiles need room; 0 without such a bias. narrow: of no
-    operand are the rows neighbours in memory. step: what divides K, E and where each row begins.
+    pieces: the number of pieces of each operand. half: operands have 16 bits. row_bias_bytes: the
+    bytes per number of a bias that differs between queries, whose tiles need shared memory; 0
+    without such a bias. narrow: no operand has a stride of 1 between rows. step: a divisor of K, E
+    and the offset of each row.
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)
@@ -238,8 +243,8 @@ def find_tile(
 
 
 def _with_row_bias(kernel: str, pieces: int, size: TileSizes, features: int, bytes: int) -> TileSizes:
-    """Return a size that leaves room for the tiles of a bias, of so many bytes a number."""
-    if bytes > 4:  # float64: a tile of it takes as much as those of 128 keys and values
+    """Return sizes that leave shared memory for tiles of a bias with `bytes` bytes per number."""
+    if bytes > 4:  # float64: a tile takes about as much as one or two stages of keys and values
         return size._replace(stages=1)
     if kernel == "forward" and pieces == 3 and size.N > 32:
         return size._replace(N=32, stages=size.stages + 1)
@@ -256,9 +261,9 @@ def _with_row_bias(kernel: str, pieces: int, size: TileSizes, features: int, byt
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a block may have on this device.
+    """Return the most bytes of shared memory that a thread block may have on this device.
 
-    The interpreter has no limit; it gets those of a large card.
+    Triton's interpreter has no limit; it takes the sizes for large cards.
     """
     if device.type != "cuda":
         return LARGE
