@@ -1,11 +1,13 @@
 """Split float32 into bfloat16 pieces, x = x1 + x2 + x3, so that tensor cores can multiply it.
 
-Products of bfloat16 are sixteen times as fast as those of float32. Each piece is the rounded
-remainder that the pieces before it leave. Three pieces hold all 24 binary digits of x, except
-digits below 1e-33, where the range of bfloat16 ends. Two pieces are within 2^-17 |x| of x. Operands
-that a kernel loads in a loop are split once, in memory. Two pieces take as much memory as the
-operands themselves, three take 1.5 times as much. Operands that a program loads once are split by
-the program, into the same pieces (tiles.load_pieces).
+Products of bfloat16 are sixteen times as fast as those of float32. Each piece is the remainder that
+the pieces before it leave of x, rounded to bfloat16. Three pieces hold all 24 binary digits of x if
+|x| is above 1e-33; the last digits of smaller numbers are below the range of bfloat16. Two pieces
+are within 2^-17 |x| of x.
+
+Operands that a kernel loads in a loop are split once, in memory. Two pieces take as much memory as
+the operands themselves, three take 1.5 times as much. Operands that a program loads only once are
+split by the program, into the same pieces (tiles.load_pieces).
 
 Shapes: B batches, H heads, M rows (of queries or keys), F features.
 """
@@ -20,19 +22,19 @@ from torch import Tensor
 from lowtide.core.kernels.backend import cdiv, next_power_of_2
 from lowtide.core.kernels.launch import remember_launches
 
-# Rows are padded to a multiple of this many features, so that loads of 16 bytes are aligned, masked
-# ones too.
+# Rows of pieces are padded to a multiple of this many features. So loads of 16 bytes are aligned,
+# masked loads too.
 STEP = tl.constexpr(16)
-# The most elements that a program splits, and the most features of a row among them.
+# TILE: the elements that a program splits at a time. WIDTH: the most features of a row among them.
 TILE, WIDTH = 4096, 128
 
 
 def piece_count(dtype: torch.dtype) -> int:
-    """Return the number of pieces of each operand.
+    """Return the number of pieces of each operand; 1 for half precision, which is not split.
 
-    Three stand for float32: their six products are more exact than one product in float32. Two are
-    used where torch allows TF32: their three products are more exact than one in TF32 (decision
-    0021).
+    Float32 has three pieces, whose six products are more exact than one product in float32. If
+    torch allows TF32, it has two, whose three products are more exact than one product in TF32
+    (decision 0021).
     """
     if dtype.itemsize == 2:
         return 1
@@ -40,9 +42,10 @@ def piece_count(dtype: torch.dtype) -> int:
 
 
 def precision() -> str:
-    """Return the precision of float32 products of operands without pieces (query_gradient_kernel).
+    """Return Triton's input_precision for products of float32 operands that are not split.
 
-    They are six products of bfloat16 thirds, or one in TF32 where torch allows that.
+    "bf16x6" means six products of bfloat16 pieces that Triton makes. "tf32" means one product in
+    TF32, if torch allows that. "ieee" is for Triton's interpreter and ROCm.
     """
     if triton.knobs.runtime.interpret or torch.version.hip is not None:
         return "ieee"
@@ -51,18 +54,18 @@ def precision() -> str:
 
 def _allows_tf32() -> bool:
     """Return True if torch may use TF32 in float32 products."""
-    # allow_tf32 raises once the newer setting has been used.
+    # Reading allow_tf32 raises an error once the newer setting, fp32_precision, has been used.
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def split(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
     """Return the pieces of each float32 tensor [B, H, M, F] as [count, B, H, M, F] in bfloat16.
 
-    Tensors may have any strides. In memory, the rows of a piece follow each other, each padded with
-    zeros to a multiple of 16 features (`padded_width`).
+    The tensors may have any strides. In memory, the rows of a piece follow each other. Each row is
+    padded with zeros to a multiple of 16 features (`padded_width`).
 
-    The first piece of an infinity or a NaN is that value, and the others are 0. A finite number has
-    finite pieces.
+    The first piece of an infinity or a NaN is that value, and its other pieces are 0. A finite
+    number has finite pieces.
     """
     found = [
         torch.empty(
@@ -94,8 +97,8 @@ def split_kernel(
 ):  # fmt: skip
     """Split all operands in one launch.
 
-    A launch for each operand took 27 us on an H200, with 64 or 128 features: mostly time of the
-    launch itself.
+    With a launch for each operand, a launch took 27 us on an H200, with 64 features and with 128.
+    Most of that was the time of the launch itself.
     """
     for operand in tl.static_range(len(ptrs)):
         if tl.program_id(1) == operand:
@@ -133,14 +136,15 @@ def next_piece(x):
     """Return the bits of x rounded to bfloat16, as int16, and the remainder of x."""
     bits = round_bits(x)
     rest = x - bits.to(tl.float32, bitcast=True)
-    return (bits >> 16).to(tl.int16), tl.where(rest == rest, rest, 0.0)  # inf - inf is NaN
+    # inf - inf and NaN - NaN are NaN: their remainder is 0.
+    return (bits >> 16).to(tl.int16), tl.where(rest == rest, rest, 0.0)
 
 
 @triton.jit
 def round_bits(x):
-    """Return the bits of x rounded to bfloat16, with the lower half 0.
+    """Return the bits of x rounded to bfloat16, with the lower 16 bits 0.
 
-    Ties round away from 0. A number that would become infinite is truncated.
+    Ties round away from 0. A finite number that would become infinite is truncated instead.
     """
     bits = x.to(tl.int32, bitcast=True)
     half = tl.where((bits & 0x7FFFFFFF) < 0x7F7F8000, 0x8000, 0)

@@ -1,12 +1,17 @@
 """Compute delta and the sum of weights in float32 for rows with most of their weight on one key.
 
-There dz is a small difference of do v and delta, and errs by the rounding of both unless delta is
-the sum of p D (do v^T) over products that are the same, bit for bit. The weights p must sum to 1 as
-well: forward's statistics are of its own products q k^T, which other kernels round otherwise. So
-this kernel computes both sums as a kernel of dz does: tiles [keys, queries] of its sizes, from
-operands in pieces where it has them.
+With weights p, upstream gradient do and dropout's factors D, dz is p (D (do v^T) - delta). In such
+a row dz is a small difference, and has the rounding errors of both its terms. These errors cancel
+only if delta is the sum of p D (do v^T) over the same products, bit for bit. The weights p must
+also sum to 1. Forward's statistics belong to its own products q k^T, and other kernels round these
+products differently.
 
-A tile of queries without such a row is left at once, with row_terms as `delta_kernel` wrote them.
+So this kernel computes both sums as a kernel of dz does: in tiles [keys, queries] of the same
+sizes, and from operands in pieces if that kernel has pieces. A program returns at once if its tile
+of queries has no such row, and leaves row_terms as `delta_kernel` wrote them.
+
+Shapes: B batches; H heads, R query heads per key head; M queries, N keys; K features of queries and
+keys, E of values.
 """
 
 import triton
@@ -26,8 +31,8 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
 )
 from lowtide.ops.attention.triton_backend.kernels.visible import interval, visible_range
 
-# A row is confident if one key has more than half of its weight: if this is above the logarithm in
-# base 2 of the sum of its weights, of which the largest is 1.
+# A row is confident if one key has more than half of its weight. The largest exp(z - maximum) of a
+# row is 1. So the row is confident if the logarithm in base 2 of their sum is below this number.
 CONFIDENT = tl.constexpr(1.0)
 
 
@@ -43,9 +48,9 @@ def confident_delta_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write delta and log2_sum of a tile of queries of one head, if one of them is confident.
+    """Write delta and log2_sum of a tile of queries of one head, if a row of it is confident.
 
-    Query, key, value and grad_output have the heads from first_head on.
+    Query, key, value and grad_output hold the heads from first_head on.
     """
     start_m, unit = tl.program_id(0) % tiles * BLOCK_M, tl.program_id(0) // tiles
     b, own_h = unit % B, unit // B

@@ -1,6 +1,6 @@
 """Compute dropout's keys in Triton, with the bits of definition/dropout.py.
 
-One launch replaces forty.
+One launch does what takes forty launches in torch.
 
 Shapes: B batches, H heads, M queries, N keys.
 """
@@ -17,7 +17,7 @@ GOLDEN = tl.constexpr(dropout.GOLDEN)
 
 @triton.jit
 def mix(bits):
-    """Return lowbias32 of uint32 numbers."""
+    """Return the hash lowbias32 of uint32 numbers."""
     bits ^= bits >> 16
     bits *= FIRST
     bits ^= bits >> 15
@@ -38,7 +38,8 @@ def dropout_keys_kernel(
 ):  # fmt: skip
     """Write row_key [B, H, M] and column_key [N].
 
-    There are `rows` row keys; programs from `row_programs` on write column keys.
+    rows: the number of row keys, B H M. The first row_programs programs write row keys, and the
+    others write column keys.
     """
     seed = tl.load(seed_ptr)
     own = chain(mix(seed.to(tl.uint32)), seed >> 32)

@@ -1,10 +1,11 @@
 """Compute attention of a few queries to many keys in Triton, as in decoding.
 
-A tile has the queries of all heads that share a key head, query by query, so each key is read once.
-Where key heads are too few for the card, several programs have a part of the keys each, and
-`merge_parts_kernel` makes the result of theirs.
+A tile holds the queries of all query heads that share a key head, so each key is read once. The
+rows are ordered by query, then by head. If key heads are too few to fill the card, several programs
+take a part of a head's keys each, and `merge_parts_kernel` merges their sums.
 
-Shapes: P parts; B batches, H heads, M queries, E features of values.
+Shapes: P parts; B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of
+queries and keys, E of values.
 """
 
 import triton
@@ -36,7 +37,7 @@ def store_result(
     out_ptr, low_ptr, statistics_ptr, out_strides, bh, H, i, M, e, E, out, max_m, sum_m, rescale,
     BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """Store the result of rows (bh, i) and, if asked for, its low half and their statistics."""
+    """Store the result of rows (bh, i) and, where memory is given, its low half and statistics."""
     divisor_m = tl.where(sum_m == 0.0, 1.0, sum_m)  # 0: a row that sees no key, whose result is 0
     out *= (rescale / divisor_m)[:, None]
     rounded = out.to(out_ptr.dtype.element_ty)
@@ -62,10 +63,11 @@ def few_queries_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of one key head's queries, or of a part of the keys.
+    """Write the result of one key head's queries, or their sums over one part of the keys.
 
-    part [P, B, H, M, E], part_sums [P, 2, B, H, M]: if they are given, where a part writes its
-    weighted sum of values, and the rows' maximum and sum of weights. keys: of a part.
+    keys: the number of keys of a part. If there is more than one part, each part writes its
+    weighted sum of values to part [P, B, H, M, E]. To part_sums [P, 2, B, H, M] it writes the
+    maximum score and the sum of weights of each row.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -159,7 +161,7 @@ def merge_parts_kernel(
     part_ptr, part_sums_ptr, out_ptr, low_ptr, statistics_ptr, out_strides, H, M, E, rows, parts, rescale,
     BASE_2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Write the result of some rows from those of all parts of the keys."""
+    """Write the result of some rows from the sums of all parts of the keys."""
     row, e = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
     max_m = tl.full([BLOCK_M], LOWEST, tl.float32)
     sum_m = tl.zeros([BLOCK_M], tl.float32)

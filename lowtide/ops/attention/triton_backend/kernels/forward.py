@@ -1,7 +1,10 @@
 """Compute attention in Triton: an online softmax over the key tiles that a tile of queries sees.
 
-A program takes a tile of queries of one head, and a block of the values' features (tile_sizes.py
-has the sizes). It writes its rows of the result and, if asked for, their statistics.
+A program takes a tile of queries of one head and a block of the values' features. tile_sizes.py has
+the sizes. The program writes its tile of the result and, if asked for, the statistics of its rows.
+
+Shapes: B batches; H query heads, R of them per key head; M queries, N keys; K features of queries
+and keys, E of values.
 """
 
 import triton
@@ -46,15 +49,15 @@ def forward_kernel(
 ):  # fmt: skip
     """Write a tile of the result and, if asked for, its low half and the statistics of its rows.
 
-    The low half, of the result's strides, is what rounding to half precision takes off the result.
-    PIECES is the number of pieces of query, key and value (bf16_split.py). Rows of pieces are
-    padded.
+    The low half is what rounding to half precision takes off the result; it has the result's
+    strides. PIECES is the number of pieces of query, key and value (bf16_split.py). Rows of pieces
+    are padded.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
     value_strides, out_strides = multiples(value_strides, CUT_E), multiples(out_strides, CUT_E)
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    start_m = (tiles - 1 - tile) * BLOCK_M  # the last first: under a causal mask it sees most keys
+    start_m = (tiles - 1 - tile) * BLOCK_M  # begin with the last: a causal mask shows it most keys
     b, h = bh // H, bh % H
     query_ptr, out_ptr = head(query_ptr, query_strides, b, h), head(out_ptr, out_strides, b, h)
     key_ptr, value_ptr = head(key_ptr, key_strides, b, h // R), head(value_ptr, value_strides, b, h // R)

@@ -1,9 +1,13 @@
 """Compute the gradients of attention in Triton from recomputed scores.
 
-The mathematics is in torch_backend/backward.py. One kernel computes the gradient of queries,
-another those of keys and values. So one program sums each gradient, in a fixed order and without
-atomics, but each score is computed twice. A program writes a block of features (tile_sizes.py has
-the sizes). For each block, it sums the scores over all features.
+torch_backend/backward.py has the formulas, and the meaning of do, dlse, delta and dz. One kernel
+computes the queries' gradient, dq, another those of keys and values, dk and dv. So one program sums
+each number of a gradient, in a fixed order and without atomics, but each kernel computes the scores
+again. A program writes one block of features of a gradient (tile_sizes.py has the sizes). It needs
+scores summed over all features, whichever block it writes.
+
+Shapes: B batches; H query heads, R of them per key head; M queries, N keys; K features of queries
+and keys, E of values.
 """
 
 import triton
@@ -52,10 +56,10 @@ def delta_kernel(
 ):  # fmt: skip
     """Write row_terms [B, H, 2 or 3, M]: the numbers of each row that the tiles of backward read.
 
-    These are delta = rowsum(o do) - dlse, the shift of `weights` and, in natural units, its
-    log2_sum. They are computed here once, instead of in each tile. A logarithm of -inf becomes 0,
-    since all scores of its row are -inf. In half precision o has a low half
-    (operands.allocate_low).
+    They are delta = rowsum(o do) - dlse, the shift of tiles.weights and, in natural units, its
+    log2_sum. This kernel computes them once, instead of once in each tile. A row that sees no key
+    has the logarithm -inf, which becomes 0: all its scores are -inf, so its weights are 0 anyway.
+    In half precision the result o may have a low half, which is added (operands.allocate_low).
     """
     E, grad_output_strides = multiple(E, CUT_E), multiples(grad_output_strides, CUT_E)
     out_strides, low_strides = multiples(out_strides, CUT_E), multiples(low_strides, CUT_E)
@@ -106,8 +110,8 @@ def query_gradient_kernel(
 ):  # fmt: skip
     """Write a tile of dq, for one block of features.
 
-    grad_bias [B, H, M, N] receives the gradients of the softmax's input, for all keys that some
-    query of the tile sees. They are the gradients of a bias that neither batches nor heads share.
+    grad_bias [B, H, M, N] receives dz, the gradient of a bias that neither batches nor heads share.
+    Tiles of keys that no query of the tile sees may be left unwritten: there dz is 0.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -197,16 +201,15 @@ def key_value_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dk, of dv, or of both, and store the gradients of its scores for a strip.
+    """Write a tile of dk, of dv, or of both, and store the gradients of a strip's scores.
 
-    Tiles are transposed, [keys, queries]; row_first and row_end say which queries see a key.
+    Tiles are transposed, [keys, queries]. Query i sees key j if row_first[j] <= i < row_end[j].
 
-    bias_sum [B, H, N] receives the sums of dz over the queries, which are the gradient of a bias
-    that is the same for all queries. For a strip (strips.py), grad_scores receives the tiles after
-    multiplication by the soft cap's slope, and grad_z those before it. PIECES is the number of
-    pieces of query, key, value and grad_output (bf16_split.py). With several pieces, the operands
-    hold the strip's heads only, and products of three pieces are summed separately, as in
-    tiles.add_product.
+    bias_sum [B, H, N] receives the sums of dz over the queries, for a bias that is the same for all
+    queries. For a strip (strips.py), grad_z receives dz, and grad_scores dz multiplied by the soft
+    cap's slope. PIECES is the number of pieces of query, key, value and grad_output
+    (bf16_split.py). With several pieces, these operands hold the strip's heads only. Products of
+    three pieces are summed separately, as in tiles.add_product.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -218,7 +221,7 @@ def key_value_gradient_kernel(
     unit = tl.program_id(0) // tiles
     start_n = first_key + tl.program_id(0) % tiles * BLOCK_N
     b, g = unit % B, first_group + unit // B
-    operand_g = unit // B  # the group's index in operands that hold only the strip's heads
+    operand_g = unit // B  # the key head's index in operands that hold only the strip's heads
     if PIECES == 1:
         operand_g = g
     key_ptr = head(key_ptr, key_strides, b, operand_g)
@@ -249,7 +252,7 @@ def key_value_gradient_kernel(
         first_tile, whole_first, whole_last, wholes, rest = visible_tiles(
             low, whole_low, whole_high, high, BLOCK_M
         )
-        if not STORES:  # stored tiles are read later for all keys in the intervals, so none is skipped
+        if not STORES:  # other kernels read the stored tiles of all keys in the intervals
             wholes, rest = tiles_if_shown(head_bias_ptr, bias_strides, j, N, wholes, rest, COLUMN_BIAS)
         for MASKED in tl.static_range(2):
             for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):

@@ -1,9 +1,12 @@
-"""Compute in Triton the gradient of a bias of short problems, from scores that are computed again.
+"""Compute in Triton the gradient of a bias of short problems, from recomputed scores.
 
-A program takes one tile of the bias, and a run of the batches and heads that share it, if any do.
-It loads the bias once, and sums the gradients of the tile's scores in registers. Tiles are
-transposed, [keys, queries]: in float32 the products are the same, bit for bit, as those of
-confident_delta_kernel.
+A problem is one head of one batch. A program takes one tile of the bias, and a run (several, one
+after the other) of the problems that share it. It loads the bias once, and sums the gradients of
+the tile's scores in registers. Tiles are transposed, [keys, queries]. So in float32 the products
+are the same, bit for bit, as those of confident_delta_kernel.
+
+Shapes: B batches; H query heads, R of them per key head; M queries, N keys; K features of queries
+and keys, E of values. dz is the gradient of the softmax's input z.
 """
 
 import triton
@@ -42,8 +45,9 @@ def short_bias_gradient_kernel(
 ):  # fmt: skip
     """Write a tile of grad_bias, the sum of dz over `steps` of the problems that share the bias.
 
-    own_batches, own_heads: the bias's first sizes. batches, heads: how many of the call share one
-    number of the bias. grad_bias: [runs * own_batches, own_heads, M, N].
+    own_batches, own_heads: the first two sizes of the bias. batches, heads: how many batches and
+    how many heads of the call share one number of the bias. grad_bias has the shape
+    [runs * own_batches, own_heads, M, N]; each run has its own sum.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)

@@ -1,9 +1,15 @@
 """Compute attention of many small problems in Triton, where one tile has all scores of a problem.
 
-A problem is one head of one batch: a window of an image, a short sequence. A program takes one head
-and a run of batches. A bias that all batches share is loaded once, and its gradient is summed in
-registers over the run. Backward is one kernel. It computes the softmax again, so it reads neither
-the result nor its statistics, and it forms delta from the tile itself: delta_i = sum_j p_ij dp_ij.
+A problem is one head of one batch, such as a window of an image or a short sequence. A program
+takes one head and a run of batches, one after the other. It loads a bias that all batches share
+once, and sums the gradient of this bias over the run in registers.
+
+Backward is one kernel. It computes the softmax again, so it reads neither the result nor the
+statistics. It computes delta from the tile itself: delta_i = sum_j p_ij dp_ij - dlse_i, with the
+weights p, their gradients dp and the upstream gradient dlse of the logsumexp.
+
+Shapes: B batches, H heads; M queries, N keys; K features of queries and keys, E of values. dz is
+the gradient of the softmax's input z.
 """
 
 import triton
@@ -41,7 +47,7 @@ def problem_forward_kernel(
 ):  # fmt: skip
     """Write the result of a run of `batches` problems and, if asked, its low half and statistics.
 
-    SHARED: all batches share the bias.
+    SHARED: all batches share the bias, or there is none.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -98,9 +104,10 @@ def problem_gradient_kernel(
     SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a run of `batches` problems, those that have memory.
+    """Write those gradients of a run of `batches` problems that have memory.
 
-    grad_bias has, where SHARED, the sum of dz of each run, [runs, H, M, N], else dz, [B, H, M, N].
+    SHARED: all batches share the bias, or there is none. Then grad_bias [runs, H, M, N] receives
+    the sum of dz over each run. Otherwise grad_bias [B, H, M, N] receives dz.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)

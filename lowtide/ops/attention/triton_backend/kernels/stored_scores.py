@@ -1,13 +1,17 @@
 """Compute the gradients of attention in Triton from stored gradients of scores, strip by strip.
 
-strips.py decides what is stored: the gradients of the scores and, if query and key have many
-features, the weights too. The layout is [heads, keys, queries], in which the queries of a key are
-contiguous and padded to a multiple of 16. With many features `scores_kernel` writes both. Otherwise
-the kernel that computes the gradients of key and value (recompute.py) writes the gradients of the
-scores. The other kernels of this file read what is stored, and recompute no score. An element whose
-query does not see its key may never have been written, so its value is read but discarded.
+strips.py decides what is stored: the gradients of the scores and, if there are too many features
+for the kernels in recompute.py, the weights too. With so many features, `scores_kernel` writes
+both. Otherwise recompute.key_value_gradient_kernel writes the gradients. The other kernels of this
+file read what is stored, and recompute no score.
 
-Shapes: I rows of a matrix, F features of any operand.
+The layout is [heads, keys, queries], in which the queries of a key are contiguous and padded to a
+multiple of 16. If a query does not see a key, their element may never have been written. Kernels
+discard such an element after they have read it.
+
+Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
+and keys, E of values; I rows of a matrix, F features of any operand. dq, dk and dv are the
+gradients of query, key and value, dz is that of the softmax's input z.
 """
 
 import triton
@@ -42,15 +46,16 @@ from lowtide.ops.attention.triton_backend.kernels.visible import (
     visible_tiles,
 )
 
-# Arguments that differ from strip to strip. Triton does not specialise a kernel on their values.
+# Arguments that differ from strip to strip. Triton must not specialise a kernel on their values, or
+# it would compile the kernel again.
 OF_A_STRIP = ("first_group", "groups", "end_key", "tiles_m", "tiles_n")
 
 
 @triton.jit
 def load_scores(ptr, strides, n, i, start_n, first, end, MASKED: tl.constexpr):
-    """Load the tile [keys, queries] of keys start_n + n and queries i.
+    """Load the stored tile [keys, queries] of keys start_n + n and queries i.
 
-    ptr points to the first of the tile's keys. MASKED: scores that the mask hides become 0.
+    ptr points to the first of the tile's keys. MASKED: elements that the mask hides become 0.
     """
     ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
     tile = tl.load(ptrs, mask=(i < strides[1])[None, :], other=0.0)
@@ -84,10 +89,10 @@ def scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write the weights and the score gradients of one tile, for one head of the strip.
+    """Write the weights and the gradients of scores of one tile, for one head of the strip.
 
     bias_sum [heads of the strip, tiles_m, keys of the strip] receives the sums of dz over the
-    queries of a tile. They add up to the gradient of a bias that is the same for all queries.
+    queries of each tile. They add up to the gradient of a bias that is the same for all queries.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -161,9 +166,9 @@ def query_of_scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     CUT_K: tl.constexpr,
 ):  # fmt: skip
-    """Write dq = scale ds k over a strip's keys, for one block of features.
+    """Write dq = scale grad_scores k, summed over a strip's keys, for one block of features.
 
-    ADD: add to the previous values. grad_query holds the strip's heads only; so does the key, if it
+    ADD: add to the previous values. grad_query holds the strip's heads only. So does the key if it
     is in several PIECES.
     """
     K, key_strides = multiple(K, CUT_K), multiples(key_strides, CUT_K)
@@ -171,7 +176,7 @@ def query_of_scores_kernel(
     heads = groups * B * R
     program = tl.program_id(0)
     own = program // BLOCKS_K % heads
-    # Begin with the last tile, which sees most keys under a causal mask.
+    # Begin with the last tile: under a causal mask it sees most keys.
     start_m = (tiles_m - 1 - program // (BLOCKS_K * heads)) * BLOCK_M
     b, g, r = own // R % B, own // R // B, own % R
     first_operand_g = first_group if PIECES == 1 else 0
@@ -211,10 +216,10 @@ def sum_over_queries(
     PRECISION: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Write the product of one key head's stored scores and x.
+    """Write the product of stored scores and x, times `factor`, for one key head.
 
-    The product is summed over the queries of all query heads that share the key head. A program
-    computes it for a tile of keys and one block of features.
+    x is the query or grad_output. The product is summed over the queries of all query heads that
+    share the key head. A program computes it for a tile of keys and one block of features.
     """
     F, x_strides, out_strides = multiple(F, CUT), multiples(x_strides, CUT), multiples(out_strides, CUT)
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -251,7 +256,7 @@ def key_value_of_scores_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
-    """Write dk = scale ds^T q and dv = p^T do, or one of them, over a strip's keys.
+    """Write dk = scale grad_scores^T q and dv = weight^T grad_output, or one, for a strip's keys.
 
     A program writes one of the two, for one block of features.
     """
@@ -287,10 +292,10 @@ def bias_of_scores_kernel(
     B, R, M, N, own, loops, first_group, first_key, tile_counts,
     ADD_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the bias's gradient, the sum of dz over the batches or heads that share it.
+    """Write a tile of the bias's gradient: dz summed over all that share the bias.
 
-    One program computes a tile, in a fixed order. own: the numbers of batches and heads that the
-    bias has in the strip. loops: the numbers of batches and heads that share each of them.
+    One program sums a tile, in a fixed order. own: how many batches and heads the bias itself has
+    in the strip. loops: how many batches and heads share one batch and one head of the bias.
     tile_counts: the numbers of tiles of queries and of keys. ADD_BIAS: add to the previous values.
     """
     tile_n, tile_m = tl.program_id(0) % tile_counts[1], tl.program_id(0) // tile_counts[1] % tile_counts[0]

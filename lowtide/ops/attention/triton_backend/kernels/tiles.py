@@ -1,12 +1,16 @@
 """Provide what the Triton kernels share: a tile of scores, from its product to its gradient.
 
-In half precision scores are in base 2 (BASE_2: z log2(e)), so that an exponential is one
-instruction. With a floating-point bias scores stay in natural units, since a bias of -1e9, or of
-the lowest finite number, has to keep its value. They also do in float32, where weights are exact
-only as the exponential of a difference of scores (decision 0055).
+BASE_2: scores z are multiplied by log2(e), so that an exponential is one instruction. Half
+precision without a floating-point bias uses base 2. Other calls keep natural units: a bias of -1e9,
+or of the lowest finite number, has to keep its value, and float32 weights are exact only as the
+exponential of a difference of scores (decision 0055).
 
-Indices i of queries and j of keys are columns or rows of numbers that broadcast against each other.
-A kernel that wants the transposed tile passes them transposed.
+Indices i of queries and j of keys are rows or columns that broadcast against each other. For a tile
+[queries, keys] a kernel passes i[:, None] and j[None, :]; for a transposed one, [keys, queries], it
+passes i[None, :] and j[:, None].
+
+Shapes: B batches, H heads; I rows of a matrix (M queries or N keys), F features. p are weights, dz
+the gradient of z; do is the upstream gradient of the result, v a value, D dropout's factor.
 """
 
 import triton
@@ -16,8 +20,7 @@ from lowtide.core.kernels.triton_helpers import tanh_and_room
 from lowtide.ops.attention.triton_backend.kernels.bf16_split import STEP, next_piece
 
 LOG2E = tl.constexpr(1.4426950408889634)
-# The lowest finite float32. It is the shift of a row that has seen no key yet; no score is below
-# it.
+# The lowest finite float32: the shift of a row that has seen no key yet. No finite score is below.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -25,8 +28,8 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 def multiple(F, DIVISOR: tl.constexpr):
     """Return F in a form that shows Triton that DIVISOR, if above 1, divides it.
 
-    Triton finds out by itself if 16 divides a number. It finds no other divisor, and then loads
-    what the number addresses one element at a time.
+    Triton detects by itself whether 16 divides an argument, but no other divisor. Without a known
+    divisor, it loads a tile's rows one element at a time.
     """
     if DIVISOR > 1:
         F = F // DIVISOR * DIVISOR
@@ -37,8 +40,8 @@ def multiple(F, DIVISOR: tl.constexpr):
 def multiples(strides, DIVISOR: tl.constexpr):
     """Return the strides of [B, H, I, F], showing Triton that DIVISOR divides all but the last.
 
-    DIVISOR is a kernel's CUT_K or CUT_E. If it is 0 (no block is cut) or 1, strides stay as they
-    are.
+    DIVISOR is a kernel's CUT_K or CUT_E. If it is 0 (all blocks are full) or 1, return the strides
+    unchanged.
     """
     if DIVISOR > 1:
         strides = (
@@ -54,9 +57,9 @@ def multiples(strides, DIVISOR: tl.constexpr):
 def load_tile(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr):
     """Load X[start + i, f] of a matrix [I, F] at place = (pointer, start, i, strides, I).
 
-    Where the tile may reach beyond the matrix (CUT_I, CUT_F), 0 is read outside. The start is a
-    scalar and all else is the same for every tile of a loop, so one address is computed per tile
-    and not one per thread.
+    CUT_I, CUT_F: the tile may reach beyond the matrix's rows, or its features; outside, return 0.
+    The start is a scalar, and the other offsets are the same for every tile of a loop. So a tile
+    costs the computation of one address, not of one per thread.
     """
     ptr, start, i, strides, I = place
     ptr += tl.cast(start, tl.int64) * strides[2]
@@ -81,7 +84,7 @@ def store_tile(ptr, i, f, strides, I, F, tile):
 
 @triton.jit
 def load_rows(ptr, i, M, CUT: tl.constexpr):
-    """Load numbers of rows i; with CUT, return 0 beyond the last row."""
+    """Load one number for each of the rows i; with CUT, return 0 beyond the last row."""
     if CUT:
         rows = tl.load(ptr + i, mask=i < M, other=0.0)
     else:
@@ -91,16 +94,16 @@ def load_rows(ptr, i, M, CUT: tl.constexpr):
 
 @triton.jit
 def head(ptr, strides, b, h):
-    """Return where the matrix of one batch and head begins."""
+    """Return the pointer to the matrix of one batch and head."""
     return ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
 
 
 @triton.jit
 def load_pieces(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr, PIECES: tl.constexpr):
-    """Load a tile, or the tile of each piece of a matrix (bf16_split.py).
+    """Load a tile of a matrix, or the tiles of its bfloat16 pieces as a tuple (bf16_split.py).
 
-    Pieces are strides[4] apart, and their rows are padded. A matrix in float32 is split here, into
-    the same pieces.
+    Pieces in memory are strides[4] apart, and their rows are padded. If the matrix is still
+    float32, its tile is split here, into the same pieces.
     """
     ptr, start, i, strides, I = place
     if PIECES == 1:
@@ -126,7 +129,7 @@ def load_pieces(place, f, F, CUT_I: tl.constexpr, CUT_F: tl.constexpr, PIECES: t
 
 @triton.jit
 def to_pieces(tile, like, PIECES: tl.constexpr):
-    """Convert a float32 tile for a product with `like`: to its dtype, or into as many pieces."""
+    """Convert a float32 tile for a product with `like`: to the dtype of `like`, or to pieces."""
     if PIECES == 1:
         found = tile.to(like.dtype)
     else:
@@ -152,10 +155,10 @@ def dot(a, b, tile, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return what `dot` returns, for operands that may be in pieces; add smallest products first.
+    """Return what `dot` returns, for operands that may be in pieces.
 
-    Operands of two pieces take three products, operands of three pieces six. The products that are
-    left out are as small as the digits that the pieces leave out.
+    Operands of two pieces take three products, operands of three pieces six. The smallest products
+    are added first. Products that are left out are as small as the digits that pieces do not hold.
     """
     if PIECES == 1:
         tile = dot(a, b, tile, PRECISION, TRANSPOSED)
@@ -174,8 +177,8 @@ def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSP
 def add_product(a, b, total, PRECISION: tl.constexpr, PIECES: tl.constexpr):
     """Return total + a b, for a float32 tile a and a tile b that may be in pieces.
 
-    With three pieces, the products are first added up in a sum of their own, since tensor cores
-    round towards 0 with every addition to a sum.
+    With three pieces, the six products are first added up apart from the total, since tensor cores
+    round the sum towards 0 with every addition.
     """
     a = to_pieces(a, b, PIECES)
     if PIECES > 2:
@@ -192,8 +195,8 @@ def product(
 ):  # fmt: skip
     """Return tile + a b^T over all features.
 
-    The tiles a and b, loaded already, have all features or the first block of them. With three
-    pieces, each block of features has a sum of its own, as in add_product.
+    The tiles a and b, loaded already, hold all features or the first block of them. With three
+    pieces, the products of each later block are added up apart, as in add_product.
     """
     tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
     if BLOCKS > 1:
@@ -213,8 +216,8 @@ def product(
 def load_bias(ptr, strides, i, j, M, N, COLUMN_BIAS: tl.constexpr):
     """Load the bias of queries i and keys j, with 0 outside; return None if there is no bias.
 
-    COLUMN_BIAS: the bias is the same for all queries. Its loads are issued before the product that
-    the bias is added to, so that they overlap.
+    COLUMN_BIAS: the bias is the same for all queries. Kernels call this before the product q k^T,
+    so that the loads overlap with the product.
     """
     bias = ptr
     if ptr is not None:
@@ -232,19 +235,21 @@ def score_tile(
 ):
     """Return z and, for the soft cap's slope, 1 - |tanh| (undefined without a soft cap).
 
-    bias: as load_bias returns it. MASKED: some scores of the tile may be hidden.
+    product: a tile of q k^T. bias: as load_bias returns it. first, end: a query sees the keys
+    first <= j < end. MASKED: some scores of the tile may be hidden.
     """
     unit: tl.constexpr = LOG2E if BASE_2 else 1.0
     room = product
-    # Round z here. The row's maximum is a rounded z; a compiler that fused this product with the
-    # subtraction of the maximum would find a difference even for the largest score.
+    # Round z here, with an fma. The row's maximum is a rounded z. If the compiler fused this
+    # product with the subtraction of the maximum, the difference would not be 0 even for the
+    # largest score.
     if SOFTCAP > 0:
         capped, room = tanh_and_room(product * (scale / SOFTCAP))
         z = tl.fma(capped, SOFTCAP * unit, 0.0)
     else:
         z = tl.fma(product, scale * unit, 0.0)
     if bias is not None:
-        if bias.dtype == tl.uint8:  # bool: True takes part
+        if bias.dtype == tl.uint8:  # a bool bias: False hides a score
             z = tl.where(bias != 0, z, -float("inf"))
         else:
             z += bias.to(tl.float32)
@@ -255,9 +260,10 @@ def score_tile(
 
 @triton.jit
 def weights(z, shift, log2_sum, BASE_2: tl.constexpr):
-    """Return exp(z - shift) / 2^log2_sum; in base 2 the shift contains the logarithm.
+    """Return exp(z - shift) / 2^log2_sum, or 2^(z - shift) in base 2.
 
-    In natural units the difference is taken first: it is exact where both are large.
+    In base 2 the shift contains log2_sum. In natural units z - shift is computed first, since it is
+    exact where both are large.
     """
     if BASE_2:
         power = z - shift
@@ -292,13 +298,13 @@ def keep_mask(row_key_ptr, column_key_ptr, i, j, M, N, limit):
 
 @triton.jit
 def row_terms_at(row_terms_ptr, bh, M, BASE_2: tl.constexpr):
-    """Return where the row_terms of one batch and head begin (recompute.delta_kernel)."""
+    """Return the pointer to the row_terms of one batch and head (recompute.delta_kernel)."""
     return row_terms_ptr + bh.to(tl.int64) * ((2 if BASE_2 else 3) * M)
 
 
 @triton.jit
 def load_shift(row_terms_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
-    """Load the shift and log2_sum of rows i; in base 2 the shift stands for both."""
+    """Load the shift and log2_sum of rows i for `weights`; in base 2 return the shift twice."""
     shift = load_rows(row_terms_ptr + M, i, M, CUT)
     log2_sum = shift
     if not BASE_2:
@@ -308,7 +314,7 @@ def load_shift(row_terms_ptr, i, M, CUT: tl.constexpr, BASE_2: tl.constexpr):
 
 @triton.jit
 def score_gradient(weight, grad_weight, delta, keep_mask, rescale, DROPOUT: tl.constexpr):
-    """Return dz from the product do v^T."""
+    """Return dz = p (D do v^T - delta) from the weights p and grad_weight = do v^T."""
     if DROPOUT:
         grad_weight = tl.where(keep_mask, grad_weight * rescale, 0.0)
     return weight * (grad_weight - delta)
@@ -316,15 +322,16 @@ def score_gradient(weight, grad_weight, delta, keep_mask, rescale, DROPOUT: tl.c
 
 @triton.jit
 def scores_at(ptr, strides, head, start_n):
-    """Return where the tiles of some keys begin in a strip's grad_scores (stored_scores.py)."""
+    """Return the pointer to one head's keys from start_n on, in what a strip stores."""
     return ptr + tl.cast(head, tl.int64) * strides[0] + tl.cast(start_n, tl.int64) * strides[1]
 
 
 @triton.jit
 def store_scores(ptr, strides, n, i, tile, CUT: tl.constexpr):
-    """Store a tile [keys, queries], padding included.
+    """Store a tile [keys, queries] in a strip's memory, padding included.
 
-    Queries beyond the last are stored as far as rows are padded, so that each store has 16 bytes.
+    A stored row is padded to strides[1] queries, and the padding is stored too, so that each store
+    has 16 bytes.
     """
     ptrs = ptr + (n[:, None] * strides[1] + i[None, :])
     tile = tile.to(ptr.dtype.element_ty)

@@ -1,22 +1,26 @@
-"""Find the tiles of keys, or of queries, that a program has to look at.
+"""Find the tiles of keys, or of queries, that a program has to read.
 
-The intervals of keys that queries see are two non-decreasing vectors, or none; a bool bias that is
-the same for all queries may hide more.
+A mask is two non-decreasing vectors, first and end: query i sees the keys first[i] <= j < end[i].
+Without a mask there are no vectors, and a query sees all keys. A bool bias that is the same for all
+queries may hide more keys.
+
+Shapes: M queries, N keys.
 """
 
 import triton
 import triton.language as tl
 
-# Numbers of a bool bias that are looked through at a time.
+# The elements of a bool bias that shown_range loads at a time.
 MASK_BLOCK = tl.constexpr(2048)
 
 
 @triton.jit
 def visible_tiles(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
-    """Return the tiles that touch low <= n < high, counted in tiles.
+    """Return which tiles have elements of low <= n < high, and which of them are whole.
 
-    Return the first tile; the first tile that is seen whole, and the last + 1; the number of tiles
-    that are seen whole; and the number of other tiles.
+    A tile is whole if all its elements lie in whole_low <= n < whole_high; others need a mask.
+    Return the first tile; the first whole tile, and the last whole tile + 1; the number of whole
+    tiles; and the number of other tiles.
     """
     first, last = low // BLOCK, tl.cdiv(high, BLOCK)
     whole_first = tl.minimum(tl.maximum(tl.cdiv(whole_low, BLOCK), first), last)
@@ -27,11 +31,12 @@ def visible_tiles(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return where the tile of a step lies.
+    """Return the first element of the tile that a step of a loop takes.
 
-    Whole tiles are in one loop, those before and after them in another, so that only the second
-    loop applies masks. The second loop has one stage, and so no pipeline of its own; with a
-    pipeline ptxas makes the matrix products of both loops wait for each other (decision 0019).
+    One loop takes the whole tiles. A second loop (MASKED) takes the tiles before and after them, so
+    that only this loop applies masks. The second loop has one stage, so it is not pipelined. If
+    both loops were pipelined, ptxas would make every matrix product wait for the one before
+    (decision 0019).
     """
     tile = whole_first + step
     if MASKED:
@@ -42,7 +47,11 @@ def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED
 
 @triton.jit
 def visible_range(first_ptr, end_ptr, start, BLOCK: tl.constexpr, M, N):
-    """Return the columns that some rows from `start` on see, and those that all of them see."""
+    """Return the columns that some of BLOCK rows from `start` on see, and those that all see.
+
+    No row sees a column outside low <= n < high. All rows see whole_low <= n < whole_high. Rows are
+    queries and columns keys, or the reverse.
+    """
     if first_ptr is None:
         low, whole_low, whole_high, high = 0, 0, N, N
     else:
@@ -56,10 +65,10 @@ def visible_range(first_ptr, end_ptr, start, BLOCK: tl.constexpr, M, N):
 def shown_range(
     ptr, strides, low, whole_low, whole_high, high, N, COLUMN_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return the range without the keys before the first and after the last that a bool bias shows.
+    """Return the range of keys, less the keys at both ends that a bool bias hides.
 
     Only a bool bias that is the same for all queries, such as padding, changes the range. A tile
-    that the bias hides in part still counts as seen whole.
+    that the bias hides in part still counts as whole, since the bias itself masks its scores.
     """
     if COLUMN_BIAS:  # noqa: SIM102  Triton looks at both sides of an "and", and there may be no bias
         if ptr.dtype.element_ty == tl.uint8:
@@ -77,7 +86,7 @@ def shown_range(
 
 @triton.jit
 def tiles_if_shown(ptr, strides, j, N, wholes, rest, COLUMN_BIAS: tl.constexpr):
-    """Return the numbers of tiles, or 0 and 0 if a bool bias of keys hides all of the keys j."""
+    """Return the numbers of whole and other tiles, or 0 and 0 if a bool bias hides all keys j."""
     if COLUMN_BIAS:  # noqa: SIM102  Triton looks at both sides of an "and", and there may be no bias
         if ptr.dtype.element_ty == tl.uint8:
             shown = tl.load(ptr + j.to(tl.int64) * strides[3], mask=j < N, other=0)
@@ -88,7 +97,7 @@ def tiles_if_shown(ptr, strides, j, N, wholes, rest, COLUMN_BIAS: tl.constexpr):
 
 @triton.jit
 def interval(first_ptr, end_ptr, i, M, N):
-    """Return the keys that each row sees; a row beyond the last sees none."""
+    """Return the keys first <= j < end that each query i sees: none for i >= M."""
     if first_ptr is None:
         first, end = tl.zeros_like(i), tl.where(i < M, N, 0)
     else:

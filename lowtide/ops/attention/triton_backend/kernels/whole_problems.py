@@ -1,8 +1,10 @@
 """Compute the gradients of many short problems in Triton, each problem in one program.
 
-A problem is one head of one batch. Its program computes each score once: it sums the gradients of
-some keys and values in registers, and adds to the queries' gradient in memory, which no other
-program touches. So the order of all sums is fixed, and no scores are stored.
+A problem is one head of one batch. Its program computes each score once. It takes a tile of keys at
+a time and sums their gradients, dk and dv, in registers. It adds to the queries' gradient, dq, in
+memory that no other program writes to. So the order of all sums is fixed, and no scores are stored.
+
+Shapes: B batches, H heads; M queries, N keys; K features of queries and keys, E of values.
 """
 
 import triton
@@ -42,8 +44,8 @@ def whole_problem_gradient_kernel(
 ):  # fmt: skip
     """Write dk and dv of one problem, and add its dq to query_sum [B, H, M, K], float32.
 
-    CUT: a tile may reach beyond the queries or keys, or a mask may hide some of its scores. Tiles
-    are transposed, [keys, queries].
+    Tiles are transposed, [keys, queries]. CUT: a tile may reach beyond the queries or keys, or a
+    mask may hide some of its scores.
     """
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     query_ptr, key_ptr = head(query_ptr, query_strides, b, h), head(key_ptr, key_strides, b, h)
@@ -103,4 +105,4 @@ def whole_problem_gradient_kernel(
         if grad_value_ptr is not None:
             own_ptr = head(grad_value_ptr, grad_value_strides, b, h)
             store_tile(own_ptr, j, e, grad_value_strides, N, E, grad_value)
-        tl.debug_barrier()  # the next keys add to what other threads may have written
+        tl.debug_barrier()  # for the next keys, threads add to dq that other threads have written
