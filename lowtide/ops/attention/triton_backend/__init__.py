@@ -12,7 +12,7 @@ The modules, in the order of imports (a module imports only those above it):
     strips.py           what backward stores for each score, and for how many scores at a time
     launch.py           the arguments that the kernels of one call share
     launch_small_problems.py  launches for many small problems, and for the bias of short ones
-    launch_few_queries.py  launches of forward for a few queries of many keys
+    launch_few_queries.py  launches of forward for a few queries with many keys
     launch_forward.py   the launch of forward
     launch_stored_scores.py  launches that store a strip's gradients of scores, or read them
     launch_backward.py  launches of backward

@@ -83,7 +83,7 @@ class KernelCall(NamedTuple):
     """[N], like row_end: the queries that see key j are row_first[j] <= i < row_end[j]."""
     row_end: Tensor | None = None
     grad_query: Tensor | None = None
-    """Memory for a gradient; None if the gradient is not needed."""
+    """Memory for the query's gradient; None if it is not needed. The next two fields likewise."""
     grad_key: Tensor | None = None
     grad_value: Tensor | None = None
     grad_bias: Tensor | None = None
@@ -179,9 +179,9 @@ def kernel_call(operands: Operands, options: AttentionOptions) -> KernelCall:
         bias = bias.view(torch.uint8)
     vectors = first, end, row_key, column_key
     pieces = piece_count(query.dtype)
-    # Float32 gets no hint of alignment. Rows of pieces are padded to 16 features, which Triton
-    # detects by itself. In kernels that do not split float32, the hint was not measured (decision
-    # 0065).
+    # Float32 gets no hint of alignment. Rows of pieces are padded to a multiple of 16 features,
+    # which Triton detects by itself. In kernels that do not split float32, the hint was not
+    # measured (decision 0065).
     step = 1 if pieces > 1 else step_of((query, key, value), size.K, size.E)
     return KernelCall(size, query.dtype, pieces, query, key, value, bias, *vectors, scalars, switches, step)
 

@@ -8,8 +8,9 @@ A call takes one of four ways. A problem is one head of one batch.
   strip by strip (strips.py, launch_stored_scores.py).
 * Recomputed scores: the kernel of dq and those of dk and dv compute each score anew.
 
-Two kinds of bias need no stored gradients. For a bias that neither batches nor heads share, the
-kernel of dq writes the gradient. For some shared biases of short problems, a kernel of their own
+Except in small problems, a bias with more than one row and column needs stored gradients, unless
+one of two kernels writes its gradient. In half precision the kernel of dq does so for a bias that
+neither batches nor heads share. For some shared biases of short problems, a separate kernel
 recomputes the scores.
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
@@ -190,7 +191,7 @@ def _query_gradient(call: KernelCall) -> None:
 def _is_whole(call: KernelCall) -> bool:
     """Return True if one program computes dq, dk and dv of a whole problem.
 
-    This way takes many short problems in float32 with few features, unless TF32 is allowed.
+    Such calls have many short problems in float32 with few features, and TF32 is not allowed.
     """
     B, H, G, M, N, _, _ = call.size
     takes = call.pieces == 3 and G == H and call.grad_query is not None and call.bias_sum is None
@@ -279,7 +280,7 @@ def _strips_of_heads(
 
 
 def _key_value_gradient(call: KernelCall, strip: Strip, memory: StripMemory) -> bool:
-    """Write dv, and dk unless it is left to the stored scores; return True if dk is written."""
+    """Write dv, and dk unless stored gradients will give it; return True if dk is written."""
     if call.find_tile("key and value") is not None:
         _key_value("key and value", call, strip, memory)
         return True

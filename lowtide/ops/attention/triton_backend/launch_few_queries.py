@@ -1,7 +1,6 @@
-"""Launch the kernels for few queries with many keys (kernels/few_queries.py).
+"""Launch the kernels for a few queries with many keys (kernels/few_queries.py).
 
-Shapes: P parts; B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of
-values.
+Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; E features of values.
 """
 
 import torch
@@ -14,17 +13,17 @@ from lowtide.ops.attention.triton_backend.launch import KernelCall
 # The fewest keys that these kernels take: fewer are not worth dividing among programs.
 FEWEST_KEYS = 1024
 # The number of programs that an H200 runs at once. With fewer key heads, counted over all batches,
-# the keys of each head are divided into parts, so that there are up to so many programs.
+# the keys of each head are divided into parts. There is one program per part, and at most so many.
 PROGRAMS = 264
 # The rows of one program of merge_parts_kernel.
 ROWS = 8
 
 
 def is_few(call: KernelCall) -> bool:
-    """Return True if the queries that share a key head fit one tile, and these kernels may gain.
+    """Return True if the queries that share a key head fit one tile, and these kernels may help.
 
-    They gain nothing with many key heads of one query head each: there the general kernel also
-    reads each key only once.
+    They do not help with many key heads of one query head each: there the general kernel also reads
+    each key only once.
     """
     size, tile = call.size, call.find_tile("few queries")
     if tile is None or call.pieces > 1 or size.N < FEWEST_KEYS or 0 in size[:5]:

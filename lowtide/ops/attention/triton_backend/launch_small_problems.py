@@ -26,7 +26,7 @@ FEWEST = 264
 # The most programs of forward and of backward, if there are no more heads than that. Each
 # multiprocessor of an H200 runs two programs of backward at once.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, 264
-# A shared bias with fewer tiles than this has several programs per tile, and at most so many in
+# A shared bias with fewer tiles than this may have several programs per tile, at most so many in
 # all. Each of them sums over a part of the problems that share the bias.
 BIAS_PROGRAMS = 528
 
@@ -34,9 +34,9 @@ BIAS_PROGRAMS = 528
 def is_small(call: KernelCall, kernel: str = "problem forward", grad_bias: bool = False) -> bool:
     """Return True if the kernel takes this call: many problems of one tile each.
 
-    If TF32 is allowed, other kernels take float32. grad_bias: the bias needs a gradient. Such a
-    bias must have more than one row and more than one column. Heads may share it only if batches
-    share it too.
+    Query heads must not share key heads. If TF32 is allowed, other kernels take float32. grad_bias:
+    the bias needs a gradient. Such a bias must have more than one row and more than one column.
+    Heads may share it only if batches share it too.
     """
     B, H, G, _, _, _, _ = call.size
     bias = call.bias

@@ -1,9 +1,9 @@
 """Decide what backward stores for each score, and for how many scores at a time.
 
-A computed score serves up to four gradients. Its weight gives the value's, dv; its own gradient
-gives the query's, dq, the key's, dk, and the bias's. To store the gradients of all scores would
-take O(M N). So backward works strip by strip. A strip has all queries, and as many batches, key
-heads and keys as fit.
+A computed score serves up to four gradients. Its weight serves the gradient of the value (dv). Its
+own gradient serves those of the query (dq), the key (dk) and the bias. To store the gradients of
+all scores would take O(M N) memory. So backward works strip by strip. A strip has all queries, and
+as many batches, key heads and keys as fit.
 
 One strip completes dk and dv of its keys. If a strip does not have all keys, dq is summed over
 strips, in float32. One program sums each number of the bias's gradient, so a strip has all batches,
@@ -31,7 +31,7 @@ from lowtide.ops.attention.triton_backend.kernels.bf16_split import padded_width
 
 # The most bytes that a strip holds: 256 MiB of stored gradients, and 48 MiB for pieces of its
 # operands and a float32 sum of dq (decision 0050). A strip of the fewest keys, KEYS, may hold more:
-# each number stored for a score takes as much memory as dq of these heads with 128 features.
+# each number stored for a score takes as much memory as dq of the strip's heads with 128 features.
 ROOM = 304 << 20
 # The same limit as a share of one matrix of all scores, in the operands' dtype. The leanest dense
 # computation holds three such matrices in backward: the weights, their gradients and those of the
@@ -46,7 +46,7 @@ QUERIES = 16
 
 
 class Strip(NamedTuple):
-    """Hold the batches, key heads and keys of one strip."""
+    """Hold the batches, key heads (groups) and keys of one strip."""
 
     first_batch: int
     batches: int
@@ -93,10 +93,11 @@ def scores_to_store(
     together: one kernel computes dk and dv. many: there are too many features for the kernels that
     recompute scores.
 
-    The gradient of a bias with more than one row and column needs stored gradients of scores.
-    Without such a bias, float32 stores them if more than one kernel would compute the scores, since
-    one of its products takes up to six products of bfloat16. Half precision recomputes the scores,
-    which is faster there (403 TFLOP/s on an H200, in 3 MiB; decision 0050).
+    The gradient of a bias with more than one row and column needs stored gradients of scores. If
+    another kernel writes the bias's gradient, needs_grad[3] is False here. Without such a bias,
+    float32 stores them if more than one kernel would compute the scores, since one of its products
+    takes up to six products of bfloat16. Half precision recomputes the scores, which is faster
+    there (403 TFLOP/s on an H200, in 3 MiB; decision 0050).
     """
     query, key, value = needs_grad[:3]
     bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and needs_grad[3]
@@ -115,7 +116,7 @@ def strips(
     shared_batches: bool = False,
     shared_heads: bool = False,
 ) -> list[Strip]:
-    """Return strips of even size: split by key heads first, then by batches, last by keys.
+    """Return strips, as even as possible: split by key heads first, then batches, last keys.
 
     score_bytes: the bytes of all numbers stored for one score. pieces: the number of pieces of each
     operand, 0 if operands are not split. shared_batches, shared_heads: all batches, or all heads,
@@ -153,7 +154,7 @@ def up(total: int, step: int) -> int:
 def evenly(total: int, most: int) -> int:
     """Return the size of the parts that a total is divided into, at most `most`.
 
-    Parts are equal, unless equal parts would be twice as many or more. Programs of equal work fill
+    Parts are equal, unless that would take twice as many parts or more. Programs of equal work fill
     the card in waves, and a smaller last strip would leave a part of the card idle.
     """
     times = cdiv(total, most)

@@ -1,4 +1,4 @@
-"""Look up the tile sizes of each Triton kernel by shared memory, operand width and features.
+"""Look up the tile sizes of each Triton kernel, by shared memory, dtype and features.
 
 A large card has at least LARGE bytes of shared memory per thread block. Its sizes were the fastest
 of about ten candidates per kernel on an H200 (decision 0019). Sizes for small cards are the largest
@@ -20,7 +20,7 @@ LARGE = 227 << 10
 
 
 class TileSizes(NamedTuple):
-    """Hold a kernel's tile: queries, keys, features, warps and pipeline stages."""
+    """Hold the sizes of a kernel's tile, and the kernel's warps and pipeline stages."""
 
     M: int
     N: int
@@ -62,7 +62,7 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Return the options of a launch that Triton compiles the kernel with."""
+        """Return the launch options of the kernel: its warps and pipeline stages."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
@@ -72,8 +72,8 @@ class Tile(NamedTuple):
 MIN_FEATURES = 64  # decision 0020
 # Kernels whose tiles may be FEWEST_FEATURES wide if no operand has more features. In all their
 # tiles in shared memory, features are the contiguous dimension. So all these tiles are equally
-# wide, and the error above cannot occur. This excludes calls that have an operand with a stride of
-# 1 between rows, because the width of its tile is the number of rows.
+# wide, and the error above cannot occur. A call is excluded if an operand has a stride of 1 between
+# rows, because the width of its tile is then the number of rows.
 NARROW = (
     *("forward", "query", "key and value", "problem forward", "problem gradient", "short bias"),
     *("whole problem", "wide problem gradient", "few queries"),

@@ -7,7 +7,7 @@ The modules, in the order of imports (a module imports only those above it):
     tiles.py            what the kernels share: loads, products, scores, dropout's mask
     visible.py          which tiles of keys or queries a program reads
     forward.py          the forward kernel
-    few_queries.py      forward kernels for a few queries of many keys
+    few_queries.py      forward kernels for a few queries with many keys
     recompute.py        backward kernels that recompute the scores
     confident_rows.py   delta in float32, from recomputed scores, for confident rows
     stored_scores.py    backward kernels that store gradients of scores, or read them

@@ -1,10 +1,10 @@
 """Compute delta and the sum of weights in float32 for rows with most of their weight on one key.
 
-With weights p, upstream gradient do and dropout's factors D, dz is p (D (do v^T) - delta). In such
-a row dz is a small difference, and has the rounding errors of both its terms. These errors cancel
-only if delta is the sum of p D (do v^T) over the same products, bit for bit. The weights p must
-also sum to 1. Forward's statistics belong to its own products q k^T, and other kernels round these
-products differently.
+With weights p, upstream gradient do and dropout's factors D, the gradient of the softmax's input is
+dz = p (D (do v^T) - delta). In such a row dz is a small difference, and has the rounding errors of
+both its terms. These errors cancel only if delta is the sum of p D (do v^T) over the same products,
+bit for bit. The weights p must also sum to 1. Forward's statistics belong to its own products
+q k^T, and other kernels round these products differently.
 
 So this kernel computes both sums as a kernel of dz does: in tiles [keys, queries] of the same
 sizes, and from operands in pieces if that kernel has pieces. A program returns at once if its tile
@@ -32,7 +32,7 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
 from lowtide.ops.attention.triton_backend.kernels.visible import interval, visible_range
 
 # A row is confident if one key has more than half of its weight. The largest exp(z - maximum) of a
-# row is 1. So the row is confident if the logarithm in base 2 of their sum is below this number.
+# row is 1, so the sum of these numbers is then below 2, and log2 of the sum is below CONFIDENT.
 CONFIDENT = tl.constexpr(1.0)
 
 

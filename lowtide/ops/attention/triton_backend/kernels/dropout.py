@@ -1,4 +1,4 @@
-"""Compute dropout's keys in Triton, with the bits of definition/dropout.py.
+"""Compute dropout's keys in Triton, with the same bits as definition/dropout.py.
 
 One launch does what takes forty launches in torch.
 

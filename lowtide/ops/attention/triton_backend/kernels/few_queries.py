@@ -1,4 +1,4 @@
-"""Compute attention of a few queries to many keys in Triton, as in decoding.
+"""Compute attention of a few queries with many keys in Triton, as in decoding.
 
 A tile holds the queries of all query heads that share a key head, so each key is read once. The
 rows are ordered by query, then by head. If key heads are too few to fill the card, several programs

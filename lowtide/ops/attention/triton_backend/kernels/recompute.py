@@ -1,10 +1,10 @@
 """Compute the gradients of attention in Triton from recomputed scores.
 
 torch_backend/backward.py has the formulas, and the meaning of do, dlse, delta and dz. One kernel
-computes the queries' gradient, dq, another those of keys and values, dk and dv. So one program sums
-each number of a gradient, in a fixed order and without atomics, but each kernel computes the scores
-again. A program writes one block of features of a gradient (tile_sizes.py has the sizes). It needs
-scores summed over all features, whichever block it writes.
+computes dq, the queries' gradient. Another computes dk and dv, those of keys and values. So one
+program sums each number of a gradient, in a fixed order and without atomics, but each kernel
+computes the scores again. A program writes one block of features of a gradient (tile_sizes.py has
+the sizes). Whichever block it writes, its scores are summed over all features.
 
 Shapes: B batches; H query heads, R of them per key head; M queries, N keys; K features of queries
 and keys, E of values.

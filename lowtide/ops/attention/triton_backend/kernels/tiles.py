@@ -148,7 +148,7 @@ def dot(a, b, tile, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Return tile + a b, or tile + a b^T if TRANSPOSED."""
     if TRANSPOSED:
         b = tl.trans(b)
-    if PRECISION == "ieee" and a.dtype == tl.bfloat16:  # the interpreter would multiply their bits
+    if PRECISION == "ieee" and a.dtype == tl.bfloat16:  # the interpreter would multiply raw bits
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, tile, input_precision=PRECISION)
 
@@ -233,7 +233,7 @@ def load_bias(ptr, strides, i, j, M, N, COLUMN_BIAS: tl.constexpr):
 def score_tile(
     product, bias, j, first, end, scale, SOFTCAP: tl.constexpr, BASE_2: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Return z and, for the soft cap's slope, 1 - |tanh| (undefined without a soft cap).
+    """Return the softmax's input z and 1 - |tanh| for the soft cap's slope (undefined without cap).
 
     product: a tile of q k^T. bias: as load_bias returns it. first, end: a query sees the keys
     first <= j < end. MASKED: some scores of the tile may be hidden.
