@@ -1,14 +1,17 @@
 """Add up terms over chunks, and keep float16 gradients in their range.
 
-Sums are float32 where the terms are half precision.
+Half-precision terms are summed in float32.
 
-A float16 gradient that is formed before the loss is scaled loses what is below 6e-8, and what is
-above 65504 is infinite. So a chunk's backward starts from a power of two, `backward_scale`. It
-brings the largest gradient of the head's output near 2^3, as a loss scale does for a mean; lower if
-any other float16 gradient would go beyond 2^14. Such are gradients within the loss (behind a small
-factor on the logits they are far larger than the output's), those of its arguments, and those of
-learned tensors, which are sums over the chunk's rows. One backward pass from 1 measures them all.
-Gradients are divided by the power when the upstream gradient is known.
+A float16 gradient that is computed before the loss is scaled loses numbers below 6e-8, and numbers
+above 65504 become infinite. So a chunk's backward starts from a power of two (`backward_scale`).
+The power brings the largest gradient of head's output near 2^3, as a loss scale does for a mean. It
+is smaller if any other float16 gradient would exceed 2^14. The other gradients are those of tensors
+within loss_fn, of its arguments, and of learned tensors. A gradient within loss_fn is far larger
+than that of head's output if loss_fn multiplies the logits by a small factor. A gradient of a
+learned tensor is a sum over the chunk's rows. One backward pass that starts from 1 measures all
+gradients. They are divided by the power once the upstream gradient is known.
+
+Shapes: C rows of a chunk, D features, V classes.
 """
 
 from collections.abc import Sequence
@@ -22,9 +25,9 @@ from lowtide.core.kernels.devices import frexp
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.chunked_loss.functional.graph import is_leaf, nodes
 
-EXPONENT = 3  # of the largest gradient of the head's output
-HIGHEST = 14  # of any float16 gradient: what is measured has roundings of its own
-BEYOND = 2.0**20  # stands for infinity: the largest of a gradient that float16 cannot hold
+EXPONENT = 3  # of the largest gradient of head's output
+HIGHEST = 14  # of any float16 gradient; below 2^16, because measured gradients are rounded
+BEYOND = 2.0**20  # the assumed size of a gradient that float16 cannot hold
 
 
 class Sum:
@@ -40,20 +43,20 @@ class Sum:
             self.total = term if wide is None else term.to(wide, copy=True)
         elif isinstance(self.total, Tensor) and wide and torch.can_cast(wide, self.total.dtype):
             self._add_in_place(term)
-        else:  # a number, or a tensor that the sum's dtype or shape has no room for
+        else:  # a number, or a tensor of a dtype that the sum's cannot hold
             self.total = self.total + (term if wide is None else term.to(wide))
 
     def _add_in_place(self, term: Tensor) -> None:
         if term.is_cuda or term.dtype == self.total.dtype or not term.dim():
             self.total.add_(term)
             return
-        # The CPU would convert the whole term at once.
+        # The CPU would convert the whole term at once: add about 2^16 elements at a time.
         rows = max(1, len(term) * 2**16 // max(1, term.numel()))
         for total_rows, term_rows in zip(self.total.split(rows), term.split(rows)):
             total_rows.add_(term_rows)
 
     def add_product(self, g_CV: Tensor, x_CD: Tensor) -> None:
-        """Add g_CV^T x_CD, a float32 product for half precision."""
+        """Add the product g_CV^T x_CD, which is float32 for half precision."""
         wide = sum_dtype(g_CV.dtype)
         widen = {} if wide == g_CV.dtype else {"out_dtype": wide}
         if not len(g_CV):  # without rows cuBLAS writes nothing, instead of zeros
@@ -67,7 +70,7 @@ class Sum:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which terms of this dtype are summed."""
+    """Return the dtype of a sum of terms of this dtype."""
     if dtype in HALVES:
         return torch.float32
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
@@ -76,17 +79,17 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def backward_scale(
     value: Tensor, outputs: Sequence[Tensor], rest: Sequence[Tensor], previous: Tensor, *, retain_graph: bool
 ) -> Tensor:
-    """Return the power of two for the chunk whose loss is `value`.
+    """Return the power of two that backward starts from, for the chunk whose loss is `value`.
 
-    `outputs` are those of the head, `rest` other tensors whose gradients must be in range.
-    Where the gradients of the outputs are all zero, or too small to be told from zero, the power is
-    the previous chunk's.
+    `outputs` are the tensors that head returned, `rest` other tensors whose gradients must be in
+    range. If all gradients of the outputs are zero, or underflow to zero, start from the previous
+    chunk's power.
     """
     sizes: list[Tensor] = []
 
     def note(gradients: Sequence[Tensor | None]) -> None:
         narrow = [each for each in gradients if each is not None and each.dtype == torch.float16]
-        sizes.extend(_largest(each).to(value.device) for each in narrow)  # of a number perhaps the CPU
+        sizes.extend(_largest(each).to(value.device) for each in narrow)  # a 0-d one may be on the CPU
 
     hooks = [node.register_prehook(note) for node in nodes(value) if not is_leaf(node)]
     try:
@@ -103,14 +106,14 @@ def backward_scale(
         largest = torch.stack(of_outputs).amax()
         scale = torch.where(largest > 0, _power(largest, EXPONENT, limit), previous)
     if sizes:
-        # NaN is what is left of infinity times zero.
+        # NaN comes from infinity times zero, so it is out of range too.
         highest = torch.stack(sizes).nan_to_num(BEYOND, BEYOND).amax()
         scale = torch.where(highest > 0, scale.minimum(_power(highest, HIGHEST, limit)), scale)
     return scale
 
 
 def may_be_retained(value: Tensor) -> bool:
-    """Return False for a graph with compiled code, whose backward may free what it reads."""
+    """Return False for a graph with compiled code: its backward may free the tensors it reads."""
     return all(type(node).__name__ != "CompiledFunctionBackward" for node in nodes(value))
 
 
@@ -122,18 +125,18 @@ def _largest(gradient: Tensor) -> Tensor:
 
 
 def _power(size: Tensor, exponent: int, limit: int) -> Tensor:
-    """Return the power of two, within 2^-limit and 2^limit, that brings a size near 2^exponent."""
+    """Return the power of two, from 2^-limit to 2^limit, that brings a size near 2^exponent."""
     _, own = frexp(size.clamp(max=BEYOND))
     return torch.ldexp(torch.ones_like(size), (exponent - own).clamp(-limit, limit))
 
 
 def rounded(total: Tensor, dtype: torch.dtype, last_scale: Tensor | None) -> PendingGradient:
-    """Return a finished sum in the dtype of its parameter, and the factor that is left."""
+    """Return a finished sum in its parameter's dtype, with the factor that remains."""
     if last_scale is None:
         return PendingGradient(total if total.dtype == dtype else total.to(dtype))
     if dtype not in HALVES:
         return PendingGradient(total, remaining=1 / last_scale)
-    # Any power of two will do within float16's range; this one brings the largest element near 1.
+    # Bring the largest element near 1 by a power of two, so that half precision can hold the sum.
     _, exponent = frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
     center = torch.ldexp(torch.ones_like(last_scale), -exponent.clamp(-100, 100))
     return PendingGradient(total.mul_(center).to(dtype), remaining=1 / (last_scale * center))

@@ -18,7 +18,7 @@ Mode = Literal["gradient_in_forward", "recompute"]
 
 INSTEAD_OF = dict.fromkeys(("chunks", "num_chunks", "n_chunks"), "pass chunk_size, a number of rows")
 Aux = tuple[Tensor, dict[str, Any]]
-"""The loss, and the sums beside it: tensors, or numbers where loss_fn returned numbers."""
+"""The loss, and the sums of aux over the chunks: tensors, or numbers if loss_fn gave numbers."""
 
 
 @overload
@@ -107,7 +107,7 @@ def chunked_loss(
     has_aux: bool = False,
     mode: Mode = "gradient_in_forward",
 ) -> Any:
-    r"""Compute any loss of any head a chunk of rows at a time, as one scalar in one graph.
+    r"""Compute any loss of any head, a chunk of rows at a time, as one scalar in one graph.
 
     Example::
 
@@ -119,101 +119,110 @@ def chunked_loss(
         loss = chunked_loss(loss_fn, model.lm_head, hidden[:, :-1], labels, normalizer=count)
         loss.backward()
 
-    With the rows :math:`h_i` of `hidden` and :math:`t_i` of the token tensors, cut into chunks
-    :math:`C`,
+    The rows are cut into chunks :math:`C`. With the rows :math:`h_C` of `hidden` and :math:`t_C` of
+    the token tensors in a chunk,
 
     .. math::
         L = \sum_C \mathrm{loss\_fn}\bigl(\mathrm{head}(h_C), t_C\bigr).
 
-    This is :math:`\mathrm{loss\_fn}(\mathrm{head}(h), t)` if `loss_fn` is a sum over rows and no
-    row's result depends on other rows. The result is an ordinary tensor, and every tensor that it
-    depends on gets one ordinary gradient. Scale it (``loss / n``, ``loss *= f``, a scaler), call
-    backward once or more often, or ask for single gradients.
+    This equals :math:`\mathrm{loss\_fn}(\mathrm{head}(h), t)` of all rows if `loss_fn` is a sum
+    over rows, and if no row's result depends on other rows. The result is an ordinary tensor, and
+    every tensor that it depends on gets one ordinary gradient. You may scale the result
+    (``loss / n``, ``loss *= f``, a gradient scaler), call backward several times
+    (``retain_graph=True``), or ask for single gradients.
 
-    Without `loss_fn` it is a decorator: ``@chunked_loss(chunk_size=1024)`` makes a function of
-    (head, hidden, \*token_tensors) from a loss function.
+    Called without `loss_fn`, it returns a decorator: ``@chunked_loss(chunk_size=1024)`` turns a
+    loss function into a function of (head, hidden, \*token_tensors).
 
     Shapes:
         hidden [..., T, D], or a tuple of tensors [..., T, \*]; token tensors [..., T, \*]. `head`
-        and `loss_fn` get them as [rows, D] and [rows, \*]. The result is 0-d, or [..., T] where
+        gets a chunk of hidden as [rows, D], or of each tensor of the tuple as [rows, \*].
+        `loss_fn` gets a chunk of each token tensor as [rows, \*]. The result is 0-d, or [..., T] if
         `loss_fn` returns a value for each row (mode ``"recompute"``).
 
     Args:
-        loss_fn: takes what `head` returned, then a chunk of each token tensor; returns the sum over
-            its rows, a floating-point tensor.
-        head: an nn.Module, a bound method of one, or a functools.partial with modules and tensors
-            as arguments, in dictionaries and lists too: ``partial(F.linear, weight=weight)``. The
-            same holds for `loss_fn`. Parameters are found there. A parameter that is reached only
-            through a closure or a global is an error if it requires a gradient. Any parameter may
-            be frozen, tied or adapted; one that no chunk reaches gets no gradient. With a bound
-            method the whole module counts, so a trunk with batch statistics, or on another device,
-            is an error. ``partial(logits, model.lm_head)`` leaves the trunk out.
-        hidden: any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a whole. A
-            tuple is passed to `head` as several arguments.
-        token_tensors: what is cut along the same rows: labels, weights, advantages, a teacher's
-            hidden states. They may require gradients. Numbers, None and 0-d tensors are passed
-            whole.
-        chunk_size: rows at a time; 1024 if neither this nor `workspace` is given. Larger is faster
-            until the products fill the device.
-        workspace: bytes that a chunk may take; the number of rows follows from it. It is measured
-            by running the first rows in chunks of growing size, and kept for as long as `head` and
-            `loss_fn` live. Measuring calls `loss_fn`, and restores the generators' states. The
-            result depends on shapes alone. Memory that an operator allocates for itself while it
-            runs is not seen.
-        normalizer: what the sum is divided by, as that of :func:`lowtide.linear_cross_entropy`: a
-            number above 0 or a 0-d tensor, which takes no gradient. It does not change aux. An
-            error where `loss_fn` returns a value for each row.
-        has_aux: `loss_fn` returns (sum, dict of tensors or numbers). The dict's values are added up
-            over chunks, detached; the result is (loss, dict).
-        mode: ``"gradient_in_forward"`` forms the gradients while a chunk is in memory. Nothing is
-            computed twice, and the gradients are held from forward to backward. ``"recompute"``
-            computes each chunk again in backward: one more forward pass of the head, and no
-            gradients held; `loss_fn` may return a value for each row.
+        loss_fn: takes what `head` returned, then a chunk of each token tensor. It returns the sum
+            of its rows' losses, a floating-point tensor.
+        head: an nn.Module, a bound method of one, or a functools.partial:
+            ``partial(F.linear, weight=weight)``. Arguments of the partial may be modules and
+            tensors, also inside dictionaries, lists and tuples. The same holds for `loss_fn`. The
+            parameters of these modules, and these tensors, get gradients. A parameter that requires
+            a gradient must not be reached only through a closure or a global: this is an error.
+            Parameters may be frozen, tied or adapted (LoRA). A parameter that no chunk reaches gets
+            no gradient. A bound method brings its whole module. So it is an error if the module's
+            trunk has batch statistics or is on another device; ``partial(logits, model.lm_head)``
+            leaves the trunk out.
+        hidden: may have any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a
+            whole. A tuple is passed to `head` as several arguments.
+        token_tensors: tensors that are cut into the same rows as `hidden`: labels, weights,
+            advantages, a teacher's hidden states. They may require gradients. Numbers, None and 0-d
+            tensors are passed to every chunk as they are.
+        chunk_size: rows of a chunk; 1024 if neither this nor `workspace` is given. Larger chunks
+            are faster until their GEMMs fill the device.
+        workspace: bytes that a chunk may take, from which the number of its rows follows. This
+            number is measured by running the first rows in chunks of growing size. It is kept for
+            as long as `head` and `loss_fn` live. Measuring calls `head` and `loss_fn`, and then
+            restores the states of the random generators. The number depends on shapes and dtypes
+            alone. Memory that an operator allocates and frees while it runs is not counted.
+        normalizer: divides the sum, as that of :func:`lowtide.linear_cross_entropy` does. It is a
+            number above 0, or a 0-d tensor, which gets no gradient. It does not change aux. If
+            `loss_fn` returns a value for each row, a normalizer is an error.
+        has_aux: True if `loss_fn` returns (sum, dict of tensors or numbers). Each of the dict's
+            values is detached and added up over the chunks; the result is then (loss, dict).
+        mode: ``"gradient_in_forward"`` computes the gradients in forward, while a chunk is in
+            memory. Backward computes no chunk again; the gradients are held until then.
+            ``"recompute"`` computes each chunk again in backward. This takes one more forward pass
+            of `head` and `loss_fn`, and holds no gradients; `loss_fn` may then return a value for
+            each row.
 
     Precision:
-        For half precision, sums over chunks (the loss, aux, gradients of parameters) are float32,
-        and so is the loss.
-        On CUDA, the product of an F.linear adds its weight gradient to that sum unrounded. Any
-        other gradient of a half-precision parameter is rounded once for each chunk before it is
-        added, as autograd computes it.
-        Each gradient is rounded once at the end, and in ``"gradient_in_forward"`` once more if the
-        upstream gradient is no power of two.
-        For float16, each chunk's backward starts from a power of two that keeps its gradients in
-        range, so that nothing underflows or overflows before a scaler sees it. Measuring it takes
-        one more backward pass through `loss_fn`; through `head` as well, if that has parameters
-        beside those of F.linear on CUDA, or returns an object that torch.utils._pytree does not
-        look into. Where one of the two is compiled, it is measured on a chunk computed once more.
-        On CUDA, an F.cross_entropy of float32 logits (a sum or a value a row, of classes, without
-        weights or smoothing) reads the logits in one pass, in float32 like torch's.
+        Half-precision terms are summed over chunks in float32: the loss, aux and the gradients of
+        parameters. The loss that is returned is then float32, unless it has a value for each row.
+        On CUDA, the GEMM of an F.linear adds its weight gradient to the float32 sum without
+        rounding it. Autograd rounds any other gradient of a half-precision parameter once per
+        chunk, before it is added.
+        Each gradient is rounded once at the end. In ``"gradient_in_forward"`` it is rounded once
+        more if the upstream gradient is no power of two.
+        For float16 in ``"gradient_in_forward"``, backward of a chunk starts from a power of two.
+        The power keeps the gradients in range, so that none underflows or overflows before a
+        gradient scaler sees it. Finding the power takes one more backward pass through `loss_fn`.
+        This pass also goes through `head` if `head` has parameters to train other than those of
+        F.linear on CUDA, or returns an object that torch.utils._pytree does not look into. If
+        `head` or `loss_fn` is compiled, the pass needs the chunk's forward pass once more.
+        On CUDA with Triton, F.cross_entropy of float32 logits reads the logits in one pass and
+        computes in float32, as torch does. This holds for class indices with ``reduction="sum"`` or
+        ``"none"``, and without class weights or label smoothing.
 
     Memory:
-        Beyond `hidden`, its gradient and those of the parameters: what one chunk takes for its own
-        forward and backward. Half-precision parameters also have float32 sums, 4 bytes an element.
-        Nothing of a chunk outlives it. Where a chunk draws random numbers on the CPU, its generator
-        state takes 5 KB.
+        Beyond `hidden`, its gradient and the gradients of the parameters, the call holds what one
+        chunk takes for its own forward and backward. Each half-precision parameter also has a
+        float32 sum, 4 bytes per element. Nothing of a chunk is kept after it, except for the states
+        of the random generators: 5 KB for each chunk that draws random numbers.
 
-    Derivatives: those of higher order, torch.func's transforms and forward mode are exact, by
-    recomputation chunk by chunk, of `chunk_size` rows; a workspace cannot be measured there. Pass
-    parameters by a partial, as in ``partial(functional_call, head, parameters)``. Dropout has one
-    mask, the forward pass's, if it uses torch's default generators; a generator of your own is not
-    rewound. Under vmap there is one mask for all elements (``randomness="same"``).
+    Derivatives: higher-order derivatives, torch.func's transforms and forward mode are exact. They
+    compute the chunks again. Under a transform or forward mode, give `chunk_size`: a workspace
+    cannot be measured there. Pass parameters by a partial, as in
+    ``partial(functional_call, head, parameters)``. Dropout has the mask of the forward pass each
+    time, if it uses torch's default generators; a generator of your own is not rewound. Under vmap
+    all elements share one mask (``randomness="same"``).
 
-    torch.compile breaks the graph here, runs this function eagerly, and goes on. DDP: pass
-    ``model.module.head`` and call this in the model's forward, or outside of it. FSDP2: let `head`
-    be one unit, or part of the unit whose forward calls this. Its parameters are then gathered once
-    and their gradients reduced once, however many chunks there are, and no rank waits for another's
-    chunks.
+    torch.compile breaks the graph at this function, runs it eagerly, and compiles what follows.
+    DDP: pass ``model.module.head``; call this function inside or outside of the model's forward.
+    FSDP2: make `head` one unit, or part of the unit whose forward calls this function. The
+    parameters are then gathered once and their gradients reduced once, however many chunks there
+    are. No rank waits for another rank's chunks.
 
     Raises:
         ValueError, TypeError: in these cases; each is also a RuntimeError.
-            Rows that disagree; tensors on several devices, or not dense (sparse, nested).
-            A result that is no sum (a mean; a value a row, in ``"gradient_in_forward"``).
-            Parameters in closures. Buffers that change in the loop. Batch normalisation with batch
-            statistics.
-            A value that changes before it is used again: labels in place, a frozen weight,
-            ``head.eval()``, a constant in a closure or on a module. A change that cannot be seen is
-            noticed by another loss, which on CUDA makes the gradients NaN instead.
-            A call in which nothing needs a gradient, unless under torch.no_grad().
+            Tensors have different rows, are on several devices, or are not dense (sparse, nested).
+            A result is no sum (a mean; a value for each row, in ``"gradient_in_forward"``).
+            A parameter is in a closure. A buffer changes in the loop. A batch normalisation uses
+            batch statistics.
+            A value changes before it is used again: labels in place, a frozen weight,
+            ``head.eval()``, a constant in a closure or on a module. If this check misses a change,
+            the loss of a chunk that is computed again differs, which is an error too; on CUDA the
+            gradients become NaN instead.
+            Nothing needs a gradient, and the call is not under torch.no_grad().
 
     Source: the loop is that of pytorch issue 124480 (detach, then ``loss.backward()`` for each
     chunk), which asks for one scalar that can be scaled.

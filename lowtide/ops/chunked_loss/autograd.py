@@ -1,14 +1,16 @@
-"""Differentiate a call, in one of two forms.
+"""Differentiate a call by one of two autograd functions, one for each mode.
 
-The inputs of both are all tensors that the loss depends on, so that autograd, its hooks, DDP and
-FSDP see one ordinary gradient for each.
+The inputs of both are all tensors that the loss depends on. So autograd, its hooks, DDP and FSDP
+see one ordinary gradient of each tensor.
 
-GradientInForward   One number multiplies every row's gradient, so forward forms the gradients while
-                    it holds each chunk. Backward multiplies them by the upstream gradient: in place
-                    where the graph is freed, out of place where the caller retains it.
-Recompute           Backward computes each chunk again, with any upstream gradient.
+GradientInForward   The loss is a sum, so its upstream gradient is one number, a factor of every
+                    gradient. Forward computes the gradients while it holds each chunk. Backward
+                    multiplies them by the upstream gradient: in place if the graph is freed, out of
+                    place if the caller retains it.
+Recompute           Backward computes each chunk again. The upstream gradient may differ by row.
 
-A backward that is to be differentiated itself starts from the inputs, by higher_order.py.
+With create_graph=True, backward uses neither: higher_order.py computes the gradients again from the
+inputs.
 """
 
 import itertools
@@ -31,7 +33,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class GradientInForward(torch.autograd.Function):
-    """Form the gradients in forward, and scale them in backward."""
+    """Compute the gradients in forward, and scale them in backward."""
 
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> Tensor:
@@ -94,21 +96,22 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def _scaled(job: Job, gradient: Tensor, factor: Tensor | None, grad_output: Tensor) -> Tensor:
-    """Return a gradient times its own factor, if any, and the upstream gradient.
+    """Return gradient * factor * grad_output.
 
-    The factor is 0-d, or has one number for each chunk of rows.
+    A factor of None stands for 1. The factor is 0-d, or has one number for each chunk of rows.
     """
-    # float32 for half precision, so that the result is rounded once.
+    # Multiply in float32 for half precision, so that the result is rounded once.
     grad_output = grad_output.to(torch.promote_types(gradient.dtype, torch.float32))
     if is_batched(grad_output):
         factor = _by_row(job, factor, gradient) if factor is not None and factor.dim() else factor
         return (gradient * (grad_output if factor is None else grad_output * factor)).to(gradient.dtype)
-    # Tensors of a freed graph may be changed; those of a retained one will be read again.
+    # If the graph is freed, its tensors may be overwritten; if it is retained, they will be read
+    # again.
     in_place = not torch_private.keeps_graph()
     factor = grad_output if factor is None else grad_output * factor
     if factor.dim() == 0:
         return scaled(gradient, factor, gradient.dtype, _backend(gradient), in_place=in_place)
-    # Hooks of saved tensors may bring the gradient back in other strides.
+    # Saved-tensor hooks may return the gradient with other strides.
     if not in_place or not gradient.is_contiguous():
         gradient = gradient.clone(memory_format=torch.contiguous_format)
     flat = gradient.view(job.rows, *gradient.shape[len(job.leading) :])
@@ -120,7 +123,8 @@ def _scaled(job: Job, gradient: Tensor, factor: Tensor | None, grad_output: Tens
 def _backend(gradient: Tensor) -> str:
     """Return the backend that scales a gradient.
 
-    torch's own product of a half-precision and a float32 tensor takes three times as long on CUDA.
+    On CUDA, torch takes three times as long as Triton to multiply a half-precision tensor by a
+    float32 one.
     """
     return "triton" if gradient.is_cuda and gradient.dtype in HALVES and find_spec("triton") else "torch"
 

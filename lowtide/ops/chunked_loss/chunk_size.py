@@ -1,9 +1,12 @@
 """Find how many rows fit a workspace, by running the first rows in chunks of growing size.
 
-The bytes of the tensors that operators return are counted. These depend on shapes alone, so every
-rank finds the same number of rows without asking the others. A chunk's memory is the largest of
-several sums, each linear in the number of rows. So between two measured sizes it stays below the
-line through both.
+The memory of a chunk is counted as the bytes of the tensors that its operators return. These bytes
+depend on shapes and dtypes alone, so every rank finds the same number of rows without asking the
+others.
+
+At each moment of a chunk, the bytes are linear in the number of rows. The memory of the chunk is
+the largest of these numbers. So between two measured sizes it is never above the straight line
+through both.
 """
 
 import contextlib
@@ -25,15 +28,16 @@ from lowtide.ops.chunked_loss.replay import Replay
 
 GROWTH = 16  # the largest factor from one measured size to the next
 
-# Maps head -> loss_fn (for a method, its owner) -> kinds of tensors -> (the number of rows that
-# fit, True if those were all rows of the job).
+# Maps head -> loss_fn -> `key` of rows_within -> (the number of rows that fit, True if these were
+# all rows of the job). The owner of a bound method stands for the method.
 _measured: Any = weakref.WeakKeyDictionary()
 
 
 def rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[Any, Any]) -> int:
     """Return how many rows of the job fit the workspace.
 
-    The number is measured once for these functions (head, loss_fn) and kinds of tensors, then kept.
+    `functions` are head and loss_fn. The number is measured once for these functions, the workspace
+    and what else is in `key`; then it is kept.
     """
     if job.rows < 2:
         return 1
@@ -42,7 +46,7 @@ def rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[Any
     methods = tuple(getattr(function, "__func__", None) for function in functions)
     try:
         sizes = _measured.setdefault(head, weakref.WeakKeyDictionary()).setdefault(loss_fn, {})
-    except TypeError:  # a function without weak references is measured every time
+    except TypeError:  # no weak reference to a function: measure every time
         sizes = {}
     dims = len(job.leading)
     shapes = tuple(tensor.shape[dims:] if k < job.cut else tensor.shape for k, tensor in enumerate(tensors))
@@ -58,7 +62,7 @@ def rows_within(workspace: int, job: Job, tensors: Tensors, functions: tuple[Any
 
 
 def _most_rows(workspace: int, limit: int, peak: Callable[[int], int]) -> int:
-    """Return how many rows, up to `limit`, a chunk may have within the workspace."""
+    """Return how many rows, up to `limit`, fit the workspace; `peak` maps rows to bytes."""
     rows, held = 1, peak(1)
     if held > workspace:
         raise ArgumentError(
@@ -80,7 +84,8 @@ def _most_rows(workspace: int, limit: int, peak: Callable[[int], int]) -> int:
 def _peak(job: Job, tensors: Tensors, rows: int) -> int:
     """Return the bytes that a chunk of so many rows takes.
 
-    A chunk of one row runs first: it allocates the sums, which do not count.
+    A chunk of one row runs first and is not measured. It allocates the sums over chunks, which are
+    no part of a chunk's memory.
     """
     meter = _Meter()
     sample = replace(
@@ -100,7 +105,7 @@ def _peak(job: Job, tensors: Tensors, rows: int) -> int:
 
 
 class _Meter(TorchDispatchMode):
-    """Count the bytes of the tensors that operators return, from their creation to their end."""
+    """Count the bytes of the tensors that operators return, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()

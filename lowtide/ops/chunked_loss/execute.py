@@ -1,4 +1,4 @@
-"""Run a call, from checked arguments to the loss."""
+"""Run a call whose arguments are checked, and return its loss."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ def run(
     leading: torch.Size,
     options: dict[str, Any],
 ) -> Any:
-    """Return the loss of a call, and its aux if asked for."""
+    """Return the loss of a call, and its aux with has_aux."""
     rows = {f"hidden[{k}]": each for k, each in enumerate(hidden)}
     rows |= {f"token_tensors[{k}]": each for k, each in enumerate(arguments) if validation.is_cut(each)}
-    if not torch.is_inference_mode_enabled():  # autograd saves no inference tensors
+    if not torch.is_inference_mode_enabled():  # autograd cannot save inference tensors
         rows = {name: each.clone() if each.is_inference() else each for name, each in rows.items()}
     placed = tuple(ROW if validation.is_cut(each) else each for each in arguments)
     with alone((loss_fn, head, *arguments)):
@@ -66,7 +66,7 @@ def run(
 
 
 def _loss(job: Job, tensors: Tensors, workspace: int | None, functions: tuple[Any, Any]) -> Tensor:
-    """Return the loss, by the way that differentiates it as this call needs."""
+    """Return the loss, computed so that it can be differentiated as this call needs."""
     if any_transform():
         validation.check_no_workspace(workspace)
         return loss_in_transform(job, tensors)

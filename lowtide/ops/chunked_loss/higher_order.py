@@ -1,11 +1,11 @@
-"""Compute the loss as a function of rows (core/row_function.py), for derivatives of any order.
+"""Compute the loss as a rowwise function (core/row_function.py), with derivatives of any order.
 
-This serves a backward that is to be differentiated itself, the transforms of torch.func, and
-forward mode. Each derivative, of whatever order, is computed chunk by chunk like the loss itself,
-and nothing of a chunk outlives it.
+Three things need it: a backward with create_graph=True, the transforms of torch.func, and forward
+mode. Each derivative is computed chunk by chunk like the loss itself, and nothing of a chunk is
+kept after it.
 
-torch.autograd differentiates a chunk, inside and alone. So head and loss_fn may do what they do in
-an ordinary backward pass: autocast, checkpoints, autograd functions of their own.
+torch.autograd differentiates each chunk on its own. So head and loss_fn may use what an ordinary
+backward pass supports: autocast, checkpoints, autograd functions of their own.
 """
 
 import functools
@@ -30,7 +30,7 @@ Both = tuple[Tensors, Tensors]
 
 
 def loss_in_transform(job: Job, tensors: Tensors) -> Tensor:
-    """Return the loss, to be differentiated in any way; aux is in the job."""
+    """Return the loss, which can be differentiated in any way; put aux into the job."""
     _check_closures(job, tensors)
     loss, *aux = First.of(job, 0)(*tensors)
     for name, total in zip(job.aux, aux):
@@ -39,9 +39,11 @@ def loss_in_transform(job: Job, tensors: Tensors) -> Tensor:
 
 
 def _check_closures(job: Job, tensors: Tensors) -> None:
-    """Raise if a derivative would come in by any other way than `tensors`, where it would be lost.
+    """Raise if the loss depends on a varying tensor other than `tensors`.
 
-    A chunk is run on tensors that no transform varies, so its loss must not vary either.
+    A tensor varies if a transform or forward mode differentiates or batches it. A derivative with
+    respect to any other tensor would be lost. To find one, run the chunks on values of `tensors`
+    that do not vary: then the loss must not vary either.
     """
     still = tuple(_still(tensor) for tensor in tensors)
     before = Snapshot(job.functional, dict(zip(job.row_names, still)), job.snapshot.constants)
@@ -65,14 +67,14 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
 
 
 def _still(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor without any transform; of a batch, the first element's."""
+    """Return a tensor's values outside of all transforms; of a batch, its first element."""
     for layer in _layers(tensor):
         tensor = layer
     return forward_ad.unpack_dual(tensor).primal.detach()
 
 
 def _varies(tensor: Tensor) -> bool:
-    """Return True if a tensor has a gradient, a batch or a tangent in any transform."""
+    """Return True if a tensor requires a gradient, is a batch or has a tangent in any transform."""
     return any(
         layer.requires_grad
         or torch_private.is_batched(layer)
@@ -82,7 +84,7 @@ def _varies(tensor: Tensor) -> bool:
 
 
 def _layers(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor as each transform sees it, from the innermost transform out.
+    """Yield the tensor as each transform sees it, from the innermost transform to the outermost.
 
     A batch is represented by its first element.
     """
@@ -96,22 +98,22 @@ def _layers(tensor: Tensor) -> Iterator[Tensor]:
 
 @dataclass
 class Rows(RowFunction):
-    """Represent a function of rows over the job's chunks.
+    """Represent a rowwise function, computed over the job's chunks.
 
-    Chunks have the random numbers and the autocast settings of the job.
+    Each chunk has the random numbers and the autocast settings of the call.
     """
 
     job: Job
     function: Callable[[int, Tensors, Tensors], Both]
-    """(place of the chunk, what is cut, what is whole) -> (results of rows, sums over rows)"""
+    """(place of the chunk, rows of what is cut, what is whole) -> (results of rows, sums)"""
     cut: int
     results: int
 
     @classmethod
     def of(cls, job: Job, results: int) -> "Rows":
-        """Return the loss itself, as it was computed the first time.
+        """Return the loss as a rowwise function, computed again as it was the first time.
 
-        `results` is 1 for a value a row, 0 for a sum.
+        `results` is 1 if loss_fn returns a value for each row, 0 if it returns a sum.
         """
 
         def function(place: int, rows: Tensors, whole: Tensors) -> Both:
@@ -137,7 +139,7 @@ class Rows(RowFunction):
                     result[chunk] = part
                 for total, term in zip(sums, terms):
                     total.add(term)
-                del parts, terms  # freed before the next are made
+                del parts, terms  # free them before the next ones are made
         shaped = (result.view(*job.leading, *result.shape[1:]) for result in results)
         return (*shaped, *(total.total for total in sums))
 
@@ -164,7 +166,7 @@ class Rows(RowFunction):
 
 @dataclass
 class First(Rows):
-    """Represent the loss for the first time: it is checked in full, and aux is added up."""
+    """Represent the loss when it is first computed: check each chunk and add up aux."""
 
     def run(self, *tensors: Tensor) -> Tensors:
         """Return the loss, then the values of aux."""

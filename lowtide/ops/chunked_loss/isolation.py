@@ -1,4 +1,4 @@
-"""Keep the graph of a chunk apart from what the caller has set up around the call."""
+"""Keep a chunk's graph away from the caller's saved-tensor hooks, and find active transforms."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from lowtide.core import torch_private
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Keep a chunk's saved tensors out of the caller's hooks, and allow forward mode.
+    """Keep a chunk's saved tensors away from the caller's hooks, and allow forward mode.
 
-    Hooks from outside (activation checkpointing, offloading) are for what waits for backward; a
-    chunk's own graph is gone by then. Where there are no hooks, none are installed, since
-    torch.func, which head or loss_fn may use, does not allow them. They may use forward mode as
-    well, which an autograd.Function switches off.
+    The caller's hooks (activation checkpointing, offloading) are meant for tensors that wait for
+    the caller's backward. A chunk's own graph is freed before that. If the caller has no hooks,
+    install none: torch.func does not allow hooks, and head or loss_fn may use torch.func. They may
+    also use forward mode, so switch it on: torch switches it off inside an autograd.Function.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
@@ -34,7 +34,7 @@ def is_isolated() -> bool:
 
 
 def any_transform() -> bool:
-    """Return True if a transform of torch.func or forward mode is at work."""
+    """Return True if a transform of torch.func or forward mode is active."""
     return torch_private.current_level() is not None or forward_ad._current_level >= 0
 
 
@@ -44,14 +44,15 @@ def _top_hooks() -> Any:
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
     """Save a tensor as it is, with its version."""
-    # Detached: an output that held itself through its graph would live until garbage is collected.
+    # Detach it: an output that is saved for its own node would hold itself through its graph, and
+    # would live until Python's garbage collector runs.
     return tensor.detach(), tensor._version
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:
     """Return a saved tensor; raise if it was changed in place."""
     tensor, version = packed
-    if tensor._version != version:  # autograd's own check is off under hooks
+    if tensor._version != version:  # autograd does not check versions under hooks
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: a tensor of shape {list(tensor.shape)}, in head or loss_fn"

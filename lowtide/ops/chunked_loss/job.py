@@ -1,4 +1,4 @@
-"""Hold one call, and run a chunk of it with the checks of the first time."""
+"""Hold one call, and compute the loss of one of its chunks, the first time with checks."""
 
 import contextlib
 import math
@@ -26,18 +26,22 @@ Tensors = tuple[Tensor, ...]
 class Job:
     """Hold a call and what its chunks need.
 
-    Its tensors are those that are cut (hidden, then arguments), then those that are learned.
+    The tensors of a job are in this order: hidden and the token tensors, which are cut into chunks;
+    then the learned tensors (functional/tensors.py), which each chunk uses whole. The place of a
+    tensor is its number in this order, and the place of a chunk is its number in `chunks`.
     """
 
     functional: Functional
     hidden: int
-    """Counts the tensors that are cut and go into the head."""
+    """The number of tensors that are cut and passed to head."""
     row_names: tuple[str, ...]
     """The names of the tensors that are cut."""
     leading: torch.Size
+    """The leading dimensions that the tensors that are cut share."""
     chunks: tuple[slice, ...]
     """The rows of each chunk."""
     needs_grad: tuple[bool, ...]
+    """For each tensor of the job, True if it needs a gradient."""
     per_row: bool
     """True if loss_fn may return a value for each row."""
     has_aux: bool
@@ -45,9 +49,9 @@ class Job:
     replay: Replay
     aux: dict[str, Sum] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
-    """The loss of each chunk when it first ran."""
+    """The loss of each chunk when it first ran, in mode "recompute"."""
     meter: Callable[[int], Any] = contextlib.nullcontext
-    """Maps a chunk's place to the context in which it is computed."""
+    """Maps a chunk's place to a context manager under which the chunk is computed."""
 
     @property
     def cut(self) -> int:
@@ -59,15 +63,15 @@ class Job:
         return math.prod(self.leading)
 
     def piece(self, tensors: Sequence[Tensor], chunk: slice) -> Tensors:
-        """Return the rows of a chunk of each tensor, as [c, ...]."""
+        """Return a chunk of each tensor, [c, ...] for c rows."""
         return tuple(_cut(tensor, len(self.leading), chunk) for tensor in tensors)
 
     def changed(self, tensors: Tensors) -> list[str]:
-        """Return the names of tensors and modes that have changed since the first time."""
+        """Return the names of tensors and training modes that have changed since the call began."""
         return self.snapshot.changed(dict(zip(self.row_names, tensors)))
 
     def loss(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
-        """Return what the head returned and the loss of a chunk, with the first time's checks."""
+        """Compute a chunk for the first time, with checks; return head's output and the loss."""
         before = snapshot.buffers(self.functional)
         out, value, aux = self._run(place, pieces, learned)
         snapshot.check_buffers(self.functional, before)
@@ -83,12 +87,12 @@ class Job:
         return self.outputs_again(place, pieces, learned)[1]
 
     def outputs_again(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
-        """Return what the head returned and the loss of a chunk that was checked before."""
+        """Return head's output and the loss of a chunk that was checked before."""
         out, value, _ = self._run(place, pieces, learned)
         return out, value
 
     def _run(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Any, dict[str, Any]]:
-        """Return what the head returned, the loss and the aux of a chunk."""
+        """Return head's output, the loss and the aux of a chunk."""
         with self.replay.chunk(place):
             out, value = self.functional(pieces[: self.hidden], pieces[self.hidden :], learned)
         if not self.has_aux:
@@ -108,14 +112,15 @@ class Job:
 
 
 def spans(rows: int, size: int) -> tuple[slice, ...]:
-    """Return the rows of each chunk; without rows, one empty chunk."""
+    """Return the rows of each chunk; for no rows, return one empty chunk."""
     return tuple(blocks(rows, size)) or (slice(0, 0),)
 
 
 def _cut(tensor: Tensor, dims: int, chunk: slice) -> Tensor:
-    """Return the rows of a chunk of a tensor with `dims` leading dimensions.
+    """Return a chunk of a tensor whose first `dims` dimensions are rows.
 
-    It is a view; or a copy of these rows alone, where the strides allow no view (`hidden[:, :-1]`).
+    Return a view if the strides allow one. Otherwise, as for `hidden[:, :-1]`, return a copy of
+    these rows alone.
     """
     if dims == 1:
         return tensor[chunk]

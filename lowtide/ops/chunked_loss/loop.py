@@ -1,7 +1,7 @@
-"""Loop over chunks: compute the loss of each and its gradients, and keep nothing else of it.
+"""Loop over the chunks: compute the loss and the gradients of each, and keep nothing else of it.
 
-Sums over chunks are float32 for half precision (accumulate.py). Gradients of rows are written once,
-in the rows' dtype.
+Half-precision terms are summed over chunks in float32 (accumulate.py). Gradients of rows are
+written once, in the rows' dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ from lowtide.ops.chunked_loss.isolation import isolated
 from lowtide.ops.chunked_loss.job import Job, Tensors
 from lowtide.ops.chunked_loss.operators import GradientSumMode
 
-Gradients = dict[int, Tensor | None]  # keys are places among the job's tensors
+Gradients = dict[int, Tensor | None]  # from the place of a tensor in the job
 Result = TypeVar("Result")
 
 
 def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] | None = None) -> Tensor:
     """Return the loss, or the losses of rows, without gradients.
 
-    With `graph`, each chunk has a graph for as long as it is checked. `values` gets the loss of
-    each chunk.
+    With `graph`, each chunk has a graph while it is checked: the graph shows parameters that come
+    through closures. The loss of each chunk is appended to `values`, if given.
     """
     total, losses = Sum(), None
     learned = _leaves(tensors[job.cut :], [graph] * len(tensors))
@@ -52,14 +52,14 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
 
 
 def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: bool) -> Tensor:
-    """Return the loss of a chunk without its gradients, for the first time."""
+    """Compute a chunk for the first time, with checks, and return its loss without a graph."""
     leaves = _leaves(pieces, [graph and each for each in job.needs_grad])
     with isolated(), job.meter(place), GradientSumMode():
         return job.functional.substituted(learned, lambda: job.loss(place, leaves, learned)[1].detach())
 
 
 def loss_and_gradients(job: Job, tensors: Tensors) -> tuple[Tensor, list[PendingGradient | None]]:
-    """Return the loss and the gradients asked for, from one pass."""
+    """Return the loss and the gradients that are needed, from one pass over the chunks."""
     loop, total = _Loop(job, tensors, job.needs_grad), Sum()
     for place, chunk in enumerate(job.chunks):
         total.add(loop.first(place, chunk))
@@ -70,7 +70,7 @@ def loss_and_gradients(job: Job, tensors: Tensors) -> tuple[Tensor, list[Pending
 def recomputed_gradients(
     job: Job, tensors: Tensors, needs_grad: Sequence[bool], grad_output: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients asked for, from chunks that are computed again."""
+    """Compute the chunks again, and return the gradients that are needed."""
     job.snapshot.check()
     loop = _Loop(job, tensors, needs_grad)
     with job.replay.autocast(), alone(job.functional.modules.values()):
@@ -96,13 +96,13 @@ class _Loop:
         self.is_scaled = torch.float16 in dtypes
 
     def first(self, place: int, chunk: slice) -> Tensor:
-        """Return the loss of a chunk and add its gradients, for the first time."""
+        """Compute a chunk for the first time, add its gradients, and return its loss."""
         leaves = self._pieces(chunk)
 
         def run() -> tuple[Tensor, Gradients]:
             with torch.enable_grad(), isolated():
                 out, value = self.job.loss(place, leaves, self.learned)
-                # A value for each row, while a workspace is measured.
+                # A value for each row occurs only while a workspace is measured: take any scalar.
                 value = value.sum() if value.dim() else value
             seed = self._scale(place, out, value, leaves) if self.is_scaled else None
             del out
@@ -113,7 +113,7 @@ class _Loop:
         return value
 
     def again(self, place: int, chunk: slice, grad_output: Tensor) -> None:
-        """Add the gradients of a chunk that is computed again."""
+        """Compute a chunk again and add its gradients."""
         leaves = self._pieces(chunk)
         seed = self.job.piece((grad_output,), chunk)[0] if grad_output.dim() else grad_output
 
@@ -126,9 +126,10 @@ class _Loop:
         self._add(chunk, self._substituted(place, run))
 
     def gradients(self) -> list[PendingGradient | None]:
-        """Return the gradients of all tensors, with the factors that are left.
+        """Return the gradient of each tensor, with the factor that remains to be applied.
 
-        A tensor that no chunk reached has none; zeros if no chunk has a graph.
+        Return None for a tensor that no chunk reached. If no chunk has a graph, the gradients that
+        are needed are zeros.
         """
         if not self.has_graph:
             return [
@@ -146,23 +147,24 @@ class _Loop:
                 gradients.append(None)
             else:
                 gradients.append(rounded(total.total, tensor.dtype, last_scale))
-                total.total = None  # freed before the next is rounded
+                total.total = None  # free it before the next one is rounded
         return gradients
 
     def _pieces(self, chunk: slice) -> Tensors:
-        """Return a chunk's rows as leaves of its graph."""
+        """Return a chunk of each tensor that is cut, as leaves of the chunk's graph."""
         return _leaves(self.job.piece(self.tensors[: self.job.cut], chunk), self.needs_grad)
 
     def _substituted(self, place: int, run: Callable[[], Result]) -> Result:
-        """Run a chunk with the learned tensors and the operators in place."""
+        """Run a chunk on copies of the learned tensors, with the operators of operators.py."""
         with self.job.meter(place), self.operators:
             return self.job.functional.substituted(self.learned, run)
 
     def _compared(self, place: int, value: Tensor, rows: int, seed: Tensor) -> Tensor:
-        """Return the seed of backward, if the chunk's loss is the first one's to half the digits.
+        """Return `seed`, from which backward starts, if the chunk's loss is what it was at first.
 
-        This notices a change that the snapshot cannot see. It raises; on CUDA, where looking would
-        mean waiting, the gradient becomes NaN.
+        The two losses must agree to half the digits of the coarsest dtype. If they do not,
+        something has changed that the snapshot does not see: raise an error. On CUDA, return a seed
+        of NaN instead, because reading the result of the comparison would wait for the device.
         """
         was, now = self.job.losses[place], value.sum(dtype=sum_dtype(value.dtype))
         differs = (now - was).abs() > self.digits * (was.abs() + rows)
@@ -182,7 +184,7 @@ class _Loop:
         gradients = dict(zip(asked, terms))
         del terms
         for k, leaf in asked.items():
-            # From a backward pass that head or loss_fn ran within this one.
+            # A backward pass that head or loss_fn ran within this one has added to leaf.grad.
             if leaf.grad is not None:
                 term = gradients[k]
                 gradients[k] = leaf.grad if term is None else term + leaf.grad
@@ -196,7 +198,7 @@ class _Loop:
             if rows is None and term is not None:
                 shape = self.tensors[k].shape[len(self.job.leading) :]
                 rows = self.rows[k] = self.tensors[k].new_empty((self.job.rows, *shape))
-                rows[: chunk.start].zero_()  # No chunk before this one reached them.
+                rows[: chunk.start].zero_()  # no chunk before this one reached the tensor
             if rows is not None:
                 rows[chunk] = 0 if term is None else term
         while gradients:
@@ -209,7 +211,7 @@ class _Loop:
     def _scale(self, place: int, out: Any, value: Tensor, leaves: Tensors) -> Tensor:
         """Return the power of two that the chunk's backward starts from.
 
-        It also brings the sums so far to this power.
+        Rescale the sums over earlier chunks, which have the previous chunk's power, to this one.
         """
         previous = self.scales[-1] if self.scales else torch.ones((), device=self.tensors[0].device)
         new, retains = previous, may_be_retained(value)
@@ -218,16 +220,16 @@ class _Loop:
                 out, value = self.job.outputs_again(place, leaves, self.learned)
                 value = value.sum() if value.dim() else value
         ends = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.requires_grad]
-        if not ends:  # head returned an object that hides its tensors
+        if not ends:  # head returned an object whose tensors pytree does not find
             ends = [each for each in (*leaves, *self.learned) if each.requires_grad]
         if value.requires_grad and ends:
-            # Not hidden, whose gradient takes a product of its own.
+            # Leave hidden out: its gradient would take a GEMM of its own.
             others = (*leaves[self.job.hidden :], *self.learned)
             rest = [each for each in others if each.requires_grad and not self.operators.sums_up(each)]
             with self.job.replay.autocast(on=False):
                 new = backward_scale(value, ends, rest, previous, retain_graph=retains)
             for leaf in (*leaves, *self.learned):
-                leaf.grad = None  # loss_fn's own backward put it there
+                leaf.grad = None  # a backward pass within loss_fn has added to it
         for total in self.sums if self.scales else ():
             if total is not None and total.total is not None:
                 total.total.mul_(new / previous)
@@ -236,7 +238,7 @@ class _Loop:
 
 
 def _leaves(tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensors:
-    """Return detached copies that share the tensors' memory, with a gradient where asked for."""
+    """Return detached copies that share the tensors' memory; those marked require a gradient."""
     return tuple(
         tensor.detach().requires_grad_(grad and tensor.is_floating_point())
         for tensor, grad in zip(tensors, needs_grad)

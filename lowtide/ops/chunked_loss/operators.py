@@ -1,16 +1,16 @@
-"""Replace two of torch's operators while a chunk runs, inside the caller's own code.
+"""Replace F.linear and F.cross_entropy in the caller's own code while a chunk runs.
 
 F.linear          Nearly every head uses it. Autograd computes each chunk's weight gradient in the
-                  weight's dtype. Here the product itself adds to the float32 sum: nothing is
-                  rounded, and no tensor of the weight's size is made for a chunk. The sum takes 4
-                  bytes an element until forward ends. The CPU has no such product for half
-                  precision, so F.linear stays as it is there.
-F.cross_entropy   It is replaced on CUDA, for float32 logits and classes, and a sum or a value a
-                  row. Forward reads the logits once and keeps two numbers a row, where torch writes
-                  their log-softmax. Backward reads the logits once more and writes their gradient,
-                  where torch takes three passes.
+                  weight's dtype. The replacement adds the GEMM's result to a float32 sum: nothing
+                  is rounded, and no chunk allocates a tensor of the weight's size. The sum takes 4
+                  bytes per element until the pass over the chunks ends. On the CPU torch has no
+                  such GEMM for half precision, so there F.linear of half precision is not replaced.
+F.cross_entropy   It is replaced on CUDA for float32 logits, class indices and reduction "sum" or
+                  "none". Forward reads the logits once and keeps two numbers per row; torch writes
+                  the log-softmax of all logits. Backward reads the logits once and writes their
+                  gradient; torch takes three passes.
 
-Both can be differentiated once more, in case head or loss_fn itself asks for gradients.
+Both replacements have a second derivative, because head or loss_fn may itself ask for gradients.
 
 Shapes: C rows, D features, V classes.
 """
@@ -40,7 +40,7 @@ WHOLE_ROWS = TileColumns(0, LogitTransform())
 
 
 class GradientSumMode(TorchFunctionMode):
-    """Make F.linear add these parameters' gradients to these sums; autograd then returns none."""
+    """Make F.linear add the gradients of `parameters` to `sums`; autograd gets None for them."""
 
     def __init__(self, parameters: Sequence[Tensor] = (), sums: Sequence[Sum | None] = ()) -> None:
         super().__init__()
@@ -50,15 +50,16 @@ class GradientSumMode(TorchFunctionMode):
         self.task: int | None = None
 
     def sums_up(self, parameter: Tensor) -> bool:
-        """Return True for a parameter whose gradient an F.linear adds to its sum."""
+        """Return True if an F.linear adds the gradient of this parameter to its sum."""
         return id(parameter) in self.summed
 
     @contextlib.contextmanager
     def collect(self, value: Tensor) -> Iterator[None]:
-        """Mark the backward pass from `value` as the one that the sums are for.
+        """Let the backward pass from `value` add to the sums.
 
-        In any other backward pass gradients go where autograd sends them. Such a pass is one that
-        head or loss_fn runs, even within this one, or one that measures gradients.
+        In any other backward pass, F.linear returns its gradients to autograd. Other passes are
+        those that head or loss_fn runs, even within this pass, and those that measure gradients
+        (accumulate.py).
         """
 
         def enter(_: Any) -> None:
@@ -75,8 +76,8 @@ class GradientSumMode(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Compiled code has its own backward. A checkpoint inside the head runs again in backward,
-        # where no mode is active: both runs must look the same.
+        # Compiled code has its own backward. A checkpoint inside head runs its function again in
+        # backward, where this mode is not active; both runs must execute the same operators.
         if function in (F.linear, F.cross_entropy) and not torch.compiler.is_compiling() and is_isolated():
             own = self._linear if function is F.linear else _cross_entropy
             found = own(*args, **kwargs)
@@ -85,7 +86,7 @@ class GradientSumMode(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        """Return F.linear with gradients that go to the sums, or None where unsupported."""
+        """Return F.linear, whose backward adds to the sums, or None if unsupported."""
         total = self.sums.get(id(weight))
         if total is None or weight.dim() != 2 or type(input) is not Tensor or type(weight) is not Tensor:
             return None
@@ -94,11 +95,11 @@ class GradientSumMode(TorchFunctionMode):
         if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
             dtype = torch.get_autocast_dtype(kind)
         elif weight.dtype != dtype:
-            return None  # torch raises its own error
+            return None  # let torch raise its own error
         if dtype in HALVES and kind != "cuda":
             return None
         if weight._backward_hooks or (bias is not None and (bias._backward_hooks or bias.dim() != 1)):
-            return None  # hooks that the head has installed expect autograd's gradients
+            return None  # hooks that head has installed expect gradients from autograd
         own_bias = None if bias is None else self.sums.get(id(bias))
         if bias is not None and own_bias is None and bias.requires_grad:
             return None
@@ -107,7 +108,7 @@ class GradientSumMode(TorchFunctionMode):
         return SummingLinear.apply(input.to(dtype), weight, bias, cast_VD, total, own_bias, self)
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight in this dtype, cast once for all chunks as in autocast's cache."""
+        """Return the weight in this dtype; it is cast once for all chunks, as autocast does."""
         if weight.dtype == dtype:
             return weight.detach()
         if (id(weight), dtype) not in self.casts:
@@ -116,7 +117,7 @@ class GradientSumMode(TorchFunctionMode):
 
 
 class SummingLinear(torch.autograd.Function):
-    """Compute F.linear; `weight` and `bias` are inputs only to be in the graph."""
+    """Compute F.linear by `cast_VD`, the weight in the GEMM's dtype; the graph has `weight`."""
 
     @staticmethod
     def forward(
@@ -163,7 +164,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Return F.cross_entropy in one pass, or None where unsupported."""
+    """Return F.cross_entropy, computed in one pass over the logits, or None if unsupported."""
     if any(each is not None for each in (weight, size_average, reduce)) or label_smoothing:
         return None
     if reduction not in ("sum", "none") or type(input) is not Tensor or not runs_fused(input):
@@ -175,19 +176,19 @@ def _cross_entropy(
         return None
     ignored_C = target == ignore_index
     target_C = target.masked_fill(ignored_C, 0)
-    # Check the targets on the device, as torch does.
+    # Check the targets on the device, as torch does, so that the host need not wait.
     torch._assert_async(((target_C >= 0) & (target_C < input.shape[1])).all())
     losses_C: Tensor = CrossEntropy.apply(input, target_C, ignored_C)
     return losses_C if reduction == "none" else losses_C.sum()
 
 
 def runs_fused(logits: Tensor) -> bool:
-    """Return True where the logits are on CUDA and Triton is installed."""
+    """Return True if the logits are on CUDA and Triton is installed."""
     return logits.is_cuda and find_spec("triton") is not None
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Compute the cross entropy of each row from float32 logits in one pass."""
+    """Compute the cross-entropy of each row of float32 logits in one pass."""
 
     @staticmethod
     def forward(ctx: Any, logits_CV: Tensor, target_C: Tensor, ignored_C: Tensor) -> Tensor:
@@ -195,7 +196,7 @@ class CrossEntropy(torch.autograd.Function):
 
         max_C, sum_C, nll_C = logits_CV.new_empty((3, len(logits_CV)))
         statistics = SoftmaxStats(max_C, sum_C, nll_C)
-        terms = RowCoefs(target_C, ignored_C, max_C, max_C)  # the last two are not read
+        terms = RowCoefs(target_C, ignored_C, max_C, max_C)  # the two max_C are not read
         softmax_gradient_into(None, logits_CV, terms, statistics, WHOLE_ROWS, take_stats=True)
         ctx.save_for_backward(logits_CV, target_C, ignored_C, max_C, sum_C)
         return nll_C.masked_fill(ignored_C, 0)

@@ -1,4 +1,4 @@
-"""Keep the random generators' states and the autocast settings, to compute a chunk again."""
+"""Restore random generators and autocast settings, so that a chunk can be computed again."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Replay:
-    """Hold the generators' states at the start of each chunk, and the autocast settings."""
+    """Hold the generators' states at the start of each chunk, and the call's autocast settings."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors}
@@ -23,9 +23,9 @@ class Replay:
 
     @contextlib.contextmanager
     def autocast(self, *, on: bool = True) -> Iterator[None]:
-        """Restore the autocast settings of the call, or switch autocast off.
+        """Restore the call's autocast settings, or switch autocast off if not `on`.
 
-        Backward runs without autocast, in the dtypes of its forward pass.
+        A chunk's backward runs with autocast off: its operators have the dtypes of forward.
         """
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self.casts:
@@ -35,18 +35,19 @@ class Replay:
 
     @contextlib.contextmanager
     def forked(self) -> Iterator[None]:
-        """Restore the generators' present states on leaving."""
+        """Restore the generators' states of now when the block ends."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))  # the CPU's alone
+            stack.enter_context(torch.random.fork_rng(devices=[]))  # the CPU's generator alone
             for device in self.devices:
                 stack.enter_context(torch.random.fork_rng(devices=[device], device_type=device.type))
             yield
 
     @contextlib.contextmanager
     def chunk(self, place: int) -> Iterator[None]:
-        """Draw the same random numbers every time a chunk is computed.
+        """Let a chunk draw the same random numbers each time it is computed.
 
-        The first time, the generators continue from their present states, which are kept.
+        The first time, keep the generators' states and go on from them. Later, start from the kept
+        states, and restore the others when the block ends.
         """
         if place not in self.states:
             if not (self.on_cuda and torch.cuda.is_current_stream_capturing()):
@@ -66,7 +67,7 @@ class Replay:
         return first is not None and self._state(first) is not first
 
     def _state(self, last: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """Return the generators' states; return `last` if they equal it, since each takes 5 KB."""
+        """Return the generators' states, 5 KB, or `last` itself if they are equal to it."""
         others = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
         now = (torch.get_rng_state(), *others)
         return last if last and all(torch.equal(*each) for each in zip(now, last)) else now

@@ -1,7 +1,7 @@
-"""Run a call's chunks hidden from torch.compile.
+"""Hide the run of a call from torch.compile.
 
 Importing this module imports Dynamo, which takes as long as importing torch. So api.py imports it
-only where Dynamo is there already.
+only if Dynamo is imported already.
 """
 
 import torch
@@ -10,6 +10,6 @@ from lowtide.ops.chunked_loss import execute
 
 run = torch.compiler.disable(
     execute.run,
-    reason="chunked_loss runs its chunks as they are: compile the step without fullgraph=True, which goes on "
-    "before and after, or compile head",
+    reason="chunked_loss runs its chunks eagerly: compile the step without fullgraph=True, so that the code "
+    "before and after it is compiled, or compile head",
 )

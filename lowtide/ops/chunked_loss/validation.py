@@ -23,7 +23,7 @@ MEANS = ("mean", "batchmean")
 
 
 def check_options(loss_fn: Any, head: Any, chunk_size: Any, workspace: Any, mode: Any) -> None:
-    """Raise unless the functions can be called and the options have values that fit."""
+    """Raise unless both functions are callable and the options are valid."""
     for name, function in (("loss_fn", loss_fn), ("head", head)):
         if not callable(function):
             raise ArgumentTypeError(f"{name} must be callable, got {type(function).__name__}")
@@ -48,7 +48,7 @@ def check_options(loss_fn: Any, head: Any, chunk_size: Any, workspace: Any, mode
 
 
 def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
-    """Return the leading dimensions that all tensors that are cut share."""
+    """Check hidden and the token tensors, and return the leading dimensions that they share."""
     first = hidden[0] if hidden else None
     if not all(isinstance(each, Tensor) for each in hidden) or first is None:
         kinds = ", ".join(type(each).__name__ for each in hidden) or "nothing"
@@ -80,7 +80,7 @@ def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
 
 
 def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tensor) -> None:
-    """Raise unless the parameters are dense, real and on hidden's device."""
+    """Raise unless the learned tensors are dense, whole, real and on hidden's device."""
     for name, tensor in zip(names, learned):
         check_dense(name, tensor)
         check_gathered(name, tensor)
@@ -97,10 +97,10 @@ def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tenso
 
 
 def check_needs_grad(needs_grad: Sequence[bool]) -> None:
-    """Raise if gradients are enabled and nothing needs one."""
+    """Raise if gradients are enabled and no tensor needs one."""
     if torch.is_grad_enabled() and not any(needs_grad):
         raise ArgumentError(
-            "nothing here needs a gradient: no parameter of head or loss_fn, and no tensor that is cut; to "
+            "nothing here needs a gradient: no parameter of head or loss_fn, not hidden, no token tensor; to "
             "compute the loss alone, call under torch.no_grad()"
         )
 
@@ -109,13 +109,12 @@ def check_no_workspace(workspace: int | None) -> None:
     """Raise if a workspace is given where it cannot be measured."""
     if workspace is not None:
         raise ArgumentError(
-            "workspace is measured by running a chunk, which torch.func's transforms and forward mode "
-            "are in the way of: give chunk_size"
+            "workspace cannot be measured under torch.func's transforms or in forward mode: give chunk_size"
         )
 
 
 def check_result(value: Any, rows: int, per_row: bool) -> None:
-    """Raise unless loss_fn returned a sum over `rows` rows or, if allowed, a value a row."""
+    """Raise unless loss_fn returned a sum over `rows` rows or, if `per_row`, a value for each."""
     if not isinstance(value, Tensor):
         hint = "; a pair (sum, dict) needs has_aux=True" if isinstance(value, tuple) else ""
         raise ArgumentTypeError(f"loss_fn must return a tensor, got {type(value).__name__}{hint}")
@@ -139,7 +138,7 @@ def check_result(value: Any, rows: int, per_row: bool) -> None:
 
 
 def check_sum(loss: Tensor) -> None:
-    """Raise for a value of each row, which a normaliser is not for."""
+    """Raise if loss_fn returned a value for each row: a normalizer divides only a sum."""
     if loss.dim():
         raise ArgumentError(
             "normalizer is what a sum over rows is divided by, but loss_fn returned a value for each row, "
@@ -148,7 +147,7 @@ def check_sum(loss: Tensor) -> None:
 
 
 def check_aux(result: Any) -> None:
-    """Raise unless loss_fn returned a sum and a dictionary of tensors and numbers."""
+    """Raise unless loss_fn returned a sum and a dictionary of tensors or numbers."""
     expected = "with has_aux, loss_fn must return (sum, dict), got"
     if not isinstance(result, tuple) or len(result) != 2:
         raise ArgumentTypeError(f"{expected} {type(result).__name__}")
@@ -173,13 +172,15 @@ def check_modules(modules: Mapping[str, nn.Module]) -> None:
 
 
 def is_cut(argument: Any) -> bool:
+    """Return True for an argument that is cut into chunks, not passed to each as it is."""
     return isinstance(argument, Tensor) and argument.dim() > 0
 
 
 def _is_mean(value: Tensor, rows: int) -> bool:
     """Return True if a mean over the rows is among the terms of a 0-d value.
 
-    A mean over features may well be summed, and a mean times a count is a sum.
+    Two things are allowed: a mean over features, because it may be summed over rows; and a mean
+    times a number of rows, because it is a sum.
     """
     waiting, seen = [value.grad_fn if value.dim() == 0 else None], set[Any]()
     while waiting:
@@ -193,8 +194,8 @@ def _is_mean(value: Tensor, rows: int) -> bool:
         if kind == "Mean" and node._saved_self_sym_sizes[:1] == (rows,):
             return True
         if kind == "Div" and type(node._saved_other) is int and node._saved_other == rows:
-            # Only torch's own code divides by a number that is no tensor: cross_entropy of
-            # probabilities.
+            # The divisor is a Python int only in torch's own code, such as F.cross_entropy of class
+            # probabilities. In the caller's code it is a tensor.
             return True
         if kind in ("Add", "Sub", "Neg", "ToCopy") or (
             kind in ("Mul", "Div") and _is_fraction(kind, node._saved_other)
@@ -204,9 +205,10 @@ def _is_mean(value: Tensor, rows: int) -> bool:
 
 
 def _is_fraction(kind: str, other: Any) -> bool:
-    """Return True if a product or a quotient with this number is less than the whole.
+    """Return True if this factor ("Mul") or divisor ("Div") cannot turn a mean into a sum.
 
-    Any other number may be a count of rows.
+    A factor between 0 and 1 and a divisor of at least 1 cannot. Any other may contain the number of
+    rows.
     """
     if isinstance(other, Tensor):
         if other.dim() or other.device.type != "cpu" or torch_private.is_wrapped(other):
@@ -215,7 +217,7 @@ def _is_fraction(kind: str, other: Any) -> bool:
         if other.is_floating_point() and (
             other.dtype != torch.float64 or torch.result_type(one, other) != one.dtype
         ):
-            return False  # a tensor; a Python number does not promote
+            return False  # an ordinary tensor; a Python number would not promote float32
         other = other.item()
     if not isinstance(other, (int, float)):
         return False
@@ -223,7 +225,7 @@ def _is_fraction(kind: str, other: Any) -> bool:
 
 
 def _reduces_by_mean(loss_fn: Any) -> bool:
-    """Return True for a loss of torch that reduces by the mean."""
+    """Return True if loss_fn is one of torch's own losses and reduces by the mean."""
     if isinstance(loss_fn, nn.Module):
         return type(loss_fn).__module__.startswith("torch.nn.") and getattr(loss_fn, "reduction", "") in MEANS
     function: Any = loss_fn
