@@ -1,6 +1,6 @@
 """Raise for tensors that need a gradient and come through a closure or a global.
 
-They would get no gradient, since the loss is not known to be a function of them.
+Such a tensor would get no gradient, because it is no input of the call's autograd function.
 """
 
 import inspect
@@ -23,7 +23,7 @@ def check_leaves(functional: Functional, loss: Tensor, known: Iterable[Tensor]) 
 
 
 def captured_names(functional: Functional, wrongly: Callable[[Tensor], bool]) -> list[str]:
-    """Return the names of tensors that the functions' closures and globals wrongly reach."""
+    """Return the names of tensors in closures and globals for which `wrongly` returns True."""
     return list({id(tensor): name for name, tensor in _captured(functional) if wrongly(tensor)}.values())
 
 
@@ -38,7 +38,7 @@ def error(names: Sequence[str]) -> ArgumentError:
 
 
 def _captured(functional: Functional) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the functions' closures and globals, named as in the code."""
+    """Yield the tensors in the functions' closures and globals, named as in the code."""
     for function in (functional.head, functional.loss_fn):
         function = getattr(function, "func", function)
         function = inspect.unwrap(getattr(function, "__func__", function))

@@ -1,11 +1,12 @@
 """Find the constants that the code of head and loss_fn reaches beside its arguments.
 
-They are in closures, defaults and globals, in containers, and on modules and other objects. A chunk
-that is computed again must find the same ones.
+Constants are in closures, defaults and globals, in containers, and on modules and other objects.
+When a chunk is computed again, they must be the same.
 
-Only what the code names is looked at. Of an object, these are the attributes that occur in the code
-that gets it, as a name or as a string for getattr. So a trainer that a module belongs to does not
-count. Nor does the code of torch and of other installed packages.
+Only values that the code names are examined. Of an object, these are the attributes whose names
+occur in the code that gets the object, as identifiers or as strings (for getattr). So a trainer to
+which a module refers is not examined if the module's code does not use it. The code of torch is not
+searched. Nor are functions from other installed packages that the code refers to.
 """
 
 import collections
@@ -28,13 +29,13 @@ CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 SKIPPED = {"torch", "lowtide", "numpy", "triton", *sys.stdlib_module_names} - {"__main__"}
 ENTRIES = frozenset({"forward", "__call__"})
 ALL_CHILDREN = {"children", "modules", "named_children", "named_modules", "parameters", "_modules"}
-# The largest container that is looked into, in elements; and array, in kilobytes.
+# A container of more elements is not examined; an array of more kilobytes is compared by its id.
 MOST = 1000
-MOST_VALUES = 20_000
+MOST_VALUES = 20_000  # values that are examined; further ones are not
 
 
 class Version:
-    """Hold a tensor and its version; while it is alive, no other tensor takes its id."""
+    """Hold a tensor and its version, to compare them with those of another time."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, 0 if tensor.is_inference() else tensor._version
@@ -46,9 +47,9 @@ class Version:
 
 
 def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any]:
-    """Return by name what these values reach, in a form that differs once a constant does.
+    """Return the constants that these values reach, by name, in a form that == compares.
 
-    `known`: ids of tensors that are checked elsewhere.
+    `known` has the ids of tensors that are checked elsewhere.
     """
     found = dict[str, Any]()
     seen = dict[tuple[int, Names], Any]()
@@ -61,7 +62,7 @@ def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any
             if id(value) not in known:
                 found[name] = Version(value)
         elif isinstance(value, PLAIN):
-            # Compare its text, since NaN is not equal to NaN.
+            # Compare the text of a number, because NaN is not equal to NaN.
             found[name] = value if isinstance(value, (str, bytes)) else repr(value)
         elif type(value).__module__ == "numpy":
             found[name] = _array(value)
@@ -72,9 +73,10 @@ def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any
 
 
 def _inside(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
-    """Yield what is found in a value: its name, itself, and the names of the code that gets it.
+    """Yield the values inside a value, each as (what to append to the name, itself, its names).
 
-    `names`: the names of the code that has the value.
+    `names` are the names that occur in the code that gets the value. The names of an inner value
+    are those of the code that gets it.
     """
     if callable(value) and hasattr(value, "__wrapped__"):
         yield "", value.__wrapped__, names
@@ -111,7 +113,7 @@ def _of_function(function: Any) -> Iterator[tuple[str, Any, Names]]:
     code = function.__code__
     names = _names(code)
     for key, cell in zip(code.co_freevars, function.__closure__ or ()):
-        with contextlib.suppress(ValueError):  # a cell that is still empty
+        with contextlib.suppress(ValueError):  # the cell is still empty
             yield f".{key}", cell.cell_contents, names
     defaults = function.__defaults__ or ()
     first = code.co_argcount - len(defaults)
@@ -129,7 +131,7 @@ def _of_function(function: Any) -> Iterator[tuple[str, Any, Names]]:
 
 
 def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
-    """Yield the attributes of an object that the code names, and the methods that they lead to."""
+    """Yield the attributes and the methods of an object that `names` reach."""
     cls: Any = type(value)
     members = _Members(cls, names)
     own = getattr(value, "__dict__", {})
@@ -144,7 +146,7 @@ def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
     for method in members.methods:
         yield "", method, members.names
     if isinstance(value, nn.Module):
-        # All children: of torch's own containers, and where the code asks for all of them.
+        # Yield all children of torch's own modules, and of a module whose code asks for all.
         every = _package(cls.__module__) == "torch" or not ALL_CHILDREN.isdisjoint(members.names)
         yield ".training", value.training, members.names
         for held in (value._parameters, value._buffers, value._modules):
@@ -155,7 +157,7 @@ def _of_object(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
 
 @functools.lru_cache(maxsize=1024)
 class _Members:
-    """Hold what the names stand for in a class, and the names that its methods lead to."""
+    """Hold the members of a class that the names reach, directly or through its methods' code."""
 
     def __init__(self, cls: type, names: Names) -> None:
         self.methods, self.slots, self.constants = list[Any](), list[str](), list[tuple[type, str]]()
@@ -169,8 +171,8 @@ class _Members:
             member = vars(owner)[name]
             function = _function(member)
             if function is not None:
-                # Of the methods of torch's classes, follow only those in ENTRIES, which compute:
-                # the others have names that tensors have as well.
+                # Of the methods of torch's classes, follow only those in ENTRIES, which compute.
+                # The others share names with methods of tensors, such as `float`.
                 if name in ENTRIES or _package(function.__module__) not in SKIPPED:
                     self.methods.append(function)
                     waiting |= _names(function.__code__) - seen

@@ -1,7 +1,7 @@
 """Gather the parameters of an FSDP2 unit once around all chunks.
 
-The loop over the chunks runs as one forward method of the unit (core/fsdp.py). Inside, the loop
-calls the unit's plain `forward`, which has no hooks around it.
+The loop over the chunks runs as one forward method of the unit (core/fsdp.py). Within the loop,
+each chunk calls the unit's `forward` without its hooks.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from lowtide.core.fsdp import expect_gradients, is_unit, run_in_unit
 
 
 def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor, ...]], Any]) -> Any:
-    """Return run(hidden); if the head is an FSDP2 unit, gather it once around the call."""
+    """Return run(hidden); if head is an FSDP2 unit, gather its parameters once around the call."""
     unit = getattr(head, "__self__", head)
     _check_head(head)
     if not is_unit(unit):
@@ -27,7 +27,7 @@ def gathered(head: Any, hidden: tuple[Tensor, ...], run: Callable[[tuple[Tensor,
 
 
 def check_units(modules: Mapping[str, nn.Module], head: Any) -> None:
-    """Raise for units other than the head, since each chunk would gather and reduce them."""
+    """Raise for FSDP2 units other than head: each chunk would gather and reduce them."""
     for name, module in modules.items():
         if is_unit(module) and module is not getattr(head, "__self__", head):
             raise ArgumentError(
@@ -37,7 +37,7 @@ def check_units(modules: Mapping[str, nn.Module], head: Any) -> None:
 
 
 def forward_of(head: Any) -> Any:
-    """Return the function that is called for each chunk: the head, or its forward without hooks."""
+    """Return the function to call for each chunk: head, or the forward of an FSDP2 unit."""
     if not is_unit(head):
         return head
     if len(head._forward_hooks) + len(head._forward_pre_hooks) > 2:
@@ -52,7 +52,7 @@ def _check_head(head: Any) -> None:
     """Raise for a head that DDP wraps, or that has FSDP units inside."""
     if isinstance(head, DistributedDataParallel):
         raise ArgumentError(
-            "head must not be a DistributedDataParallel, whose forward is once a step: pass "
+            "head must not be a DistributedDataParallel, whose forward may run only once a step: pass "
             "head.module, and wrap the model that it belongs to"
         )
     if not isinstance(head, nn.Module):

@@ -22,5 +22,5 @@ def nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def is_leaf(node: Any) -> bool:
-    """Return True for the node that accumulates a leaf's gradient, its `variable`'s."""
+    """Return True for a node that accumulates the gradient of a leaf, its `variable`."""
     return hasattr(node, "variable")

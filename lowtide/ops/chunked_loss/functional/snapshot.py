@@ -1,4 +1,4 @@
-"""Remember what a chunk is computed from, and raise if it has changed when it is computed again."""
+"""Record what a chunk is computed from; raise if this has changed when it is computed again."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from lowtide.ops.chunked_loss.functional.tensors import ROW, Functional
 
 
 class Snapshot:
-    """Hold the state of a call's functions, and of the rows that it cuts, as it first ran.
+    """Hold the state of a call's functions and of the tensors that it cuts, when it first ran.
 
-    The state is the versions of tensors, parameters and buffers, modules' training modes, and the
-    constants that the code reaches.
+    The state is the versions of tensors, parameters and buffers, the modules' training modes, and
+    the constants that the code reaches. `rows` are the tensors that are cut, by name.
     """
 
     def __init__(
@@ -27,16 +27,17 @@ class Snapshot:
     def changed(self, rows: Mapping[str, Tensor] | None = None) -> list[str]:
         """Return the names of tensors and modes that have changed.
 
-        Without `rows` these are not compared. After the call autograd compares their versions.
+        Without `rows`, the tensors that are cut are not compared. In backward, autograd compares
+        the versions of these tensors itself.
         """
         return _differing(self.state, self._state(rows or {}))
 
     def check(self) -> None:
-        """Raise if anything has changed before a chunk is computed again."""
+        """Raise if a tensor, a training mode or a constant has changed."""
         check_none([*self.changed(), *_differing(self.constants, self._constants())])
 
     def settle(self) -> None:
-        """Drop the constants that the functions' own code has changed, such as a counter."""
+        """Forget constants that the functions' own code has changed, such as a counter."""
         now = self._constants()
         self.constants = {key: was for key, was in self.constants.items() if key in now and now[key] == was}
 
@@ -49,7 +50,8 @@ class Snapshot:
             state |= {f"{prefix}.{name}": _version(each) for name, each in module.named_parameters()}
             for name, each in module.named_modules():
                 state[f"{prefix}.{name}".rstrip(".") + ".training"] = each.training
-        # These are put into their places by name, whatever the modules hold by then.
+        # Learned tensors replace parameters by name, whatever the modules hold by then. So compare
+        # the learned tensors.
         return state | {name: _version(each) for name, each in zip(functional.names, functional.learned)}
 
     def _constants(self) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def check_none(changed: Sequence[str]) -> None:
 
 
 def other_loss(was: float, now: float) -> ArgumentError:
-    """Return the error for a chunk whose loss is another one the second time."""
+    """Return the error for a chunk whose loss differs when it is computed again."""
     return ArgumentError(
         f"a chunk's loss must be the same when it is computed again, but was {was:.9g} and is {now:.9g}: "
         "head or loss_fn reads something that has changed since (a file, an iterator, random numbers of a "

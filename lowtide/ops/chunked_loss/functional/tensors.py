@@ -2,8 +2,8 @@
 
 Autograd has to know every tensor that a loss depends on. An nn.Module brings its parameters, a
 bound method those of its module, a functools.partial its arguments. While a chunk runs, these
-tensors are replaced by detached copies that share their memory, so that hooks of the originals see
-no gradient of a chunk. Tensors in a closure cannot be replaced (closures.py).
+tensors are replaced by detached copies that share their memory. So hooks of the originals do not
+see the gradients of single chunks. Tensors in a closure cannot be replaced (closures.py).
 """
 
 import functools
@@ -20,7 +20,7 @@ Function = Callable[..., Any]
 Result = TypeVar("Result")
 
 ROW = object()
-"""Marks a place in a call's arguments where a chunk of the next tensor that is cut goes."""
+"""Stands in a call's arguments for a token tensor, of which each chunk gets its rows."""
 
 
 class Functional:
@@ -29,8 +29,8 @@ class Functional:
     Attributes:
         modules: the modules that the functions and arguments bring along, by name.
         tensors: the tensors that they bring along outside of modules, by name.
-        learned: the tensors that need a gradient, each once, including parameters of the modules.
-            With `every`, all tensors that could have a gradient.
+        learned: the tensors that require a gradient, each once, including parameters of the
+            modules. With `every`, all floating-point tensors.
         names: the name of each learned tensor.
     """
 
@@ -62,9 +62,9 @@ class Functional:
         }
 
     def __call__(self, hidden: Iterable[Tensor], rows: Iterable[Tensor], learned: tuple[Tensor, ...]) -> Any:
-        """Return what head returned and what loss_fn returned; to be called within `substituted`.
+        """Return the results of head and loss_fn; call this only within `substituted`.
 
-        `rows` take the places of ROW.
+        `rows` are the chunks of the token tensors, and `learned` replace the learned tensors.
         """
         new = {key: learned[place] for key, place in self._places.items()}
         row = iter(rows)
@@ -76,7 +76,7 @@ class Functional:
     def substituted(self, learned: tuple[Tensor, ...], run: Callable[[], Result]) -> Result:
         """Return run(), with these tensors in place of the modules' parameters.
 
-        Run the backward pass within `run` as well: in it, a head with checkpoints runs once more.
+        `run` must include the backward pass, in which a head with checkpoints runs once more.
         """
         parameters = {name: learned[place] for name, place in self._parameters.items()}
         result: Result = torch.func.functional_call(self._stage, parameters, (run,), tie_weights=False)
@@ -111,7 +111,7 @@ def find_owned(function: Any, name: str) -> Iterator[tuple[str, nn.Module | Tens
 
 
 def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
-    """Return a value with its tensors replaced, also inside partials and containers."""
+    """Return a value with its tensors replaced by `new`, also inside partials and containers."""
     if isinstance(value, functools.partial):
         arguments = (_replaced(each, new) for each in value.args)
         keywords = {key: _replaced(each, new) for key, each in value.keywords.items()}

@@ -12,15 +12,15 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.chunked_loss.functional.tensors import find_owned
 
 _lock = threading.Lock()
-_threads: dict[int, list[int]] = {}  # module -> the threads that run chunks with it
+_threads: dict[int, list[int]] = {}  # id of a module -> the threads that run chunks with it
 
 
 @contextlib.contextmanager
 def alone(functions: Iterable[Any]) -> Iterator[None]:
-    """Keep other threads from running chunks with any module of these functions.
+    """Mark the modules of these functions as used by this thread; raise if another uses one.
 
-    Another thread would find, and leave behind, the copies that replace the parameters. A backward
-    pass may run in threads of its own and is let in.
+    Two threads would take each other's copies for the parameters, and would leave them in the
+    module. A backward pass is let in, because it may run in threads of its own.
     """
     owned = [each for function in functions for _, each in find_owned(function, "")]
     modules = {id(part) for each in owned if isinstance(each, nn.Module) for part in each.modules()}
@@ -30,7 +30,7 @@ def alone(functions: Iterable[Any]) -> Iterator[None]:
         if others and torch_private.outside_backward():
             raise ArgumentError(
                 "another thread is running chunked_loss with the same module, whose parameters are replaced "
-                "meanwhile: one at a time (a lock), or a module for each thread (copy.deepcopy)"
+                "meanwhile: run one thread at a time (a lock), or give each its own module (copy.deepcopy)"
             )
         for module in modules:
             _threads.setdefault(module, []).append(own)
