@@ -1,9 +1,11 @@
-"""Run the exponentials engine on a CPU with bfloat16 units, by exponentials/engine.py's formulas.
+"""Run the exponentials engine on a CPU with bfloat16 units.
+
+exponentials/engine.py has the formulas.
 
 Modules, in import order (a module imports only from those above it):
 
 gemm/           the GEMMs: bfloat16 operands, float32 accumulators
-spec            when it runs, and what it holds
+spec            which calls the engine runs, and how many bytes they take
 engine          the engine
-sharded_engine  the same where the classes of a row are on several ranks
+sharded_engine  the engine if the classes of a row are on several ranks
 """

@@ -1,8 +1,9 @@
-"""Run the engine of exponentials/engine.py, which has the formulas, on a CPU with bfloat16 units.
+"""Run the exponentials engine on a CPU with bfloat16 units.
 
-gemm/ has the GEMMs. The engine supports one linear term and class indices, but no soft cap, no
-label smoothing and no entropy (spec.py has the list). If the reference of a row is too far below
-its largest logit, its chunk is computed again.
+The formulas are in exponentials/engine.py, the GEMMs in gemm/. The engine supports one linear term
+and class indices, but no soft cap, no label smoothing and no log-probabilities (spec.py has the
+list). If the reference of a row is too far below the row's largest logit, the exponentials of its
+chunk are computed again.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -32,7 +33,7 @@ RowFactors = tuple[Tensor, Tensor]
 
 
 class CpuExponentialsEngine(LossEngine):
-    """Walk over one call's chunks with exponentials in place of logits, on the CPU."""
+    """Walk over one call's chunks on the CPU, and store exponentials in place of logits."""
 
     stats_kind = ExcludedTargetStats
 
@@ -65,7 +66,7 @@ class CpuExponentialsEngine(LossEngine):
                 gemm.multiply(dx_CD, e_CV, operand.weight_VD, add=False)
                 dx_CD.mul_(c_C[:, None]).add_(w_CD.mul_(h_C[:, None]))
                 dx.store(rows)
-            del w_CD  # free it before another of its size is made
+            del w_CD  # free it before another tensor of its size is allocated
             if sum is not None:
                 self._add_rows(sum, e_CV, x_CD, row.target_N, c_C, h_C, first=rows.start == 0)
             if db is not None:
@@ -104,9 +105,10 @@ class CpuExponentialsEngine(LossEngine):
         reference_C: Tensor,
         stat: ExcludedTargetStats,
     ) -> None:
-        """Compute r, S and E of a chunk, again with a new reference if the first is too low.
+        """Compute r, S and E of a chunk, and compute them again if a reference is too low.
 
-        The new one is the row's largest logit, or 0 if all are -inf: then S is 0.
+        The new reference of such a row is its largest logit other than the target's. If all of
+        these are -inf, it is 0, and so is S.
         """
         sum_C, max_C = self._exponentials(x_CD, e_CV, target_C, reference_C)
         far_C = ~(sum_C <= LARGEST_SUM)  # true for NaN too
@@ -124,7 +126,10 @@ class CpuExponentialsEngine(LossEngine):
         reference_C: Tensor,
         classes: slice = slice(0, None),
     ) -> tuple[Tensor, Tensor]:
-        """Write E of a block of classes; return S and each row's largest other logit."""
+        """Write E of a block of classes to `e_CB`, if given; return S and the rows' largest logits.
+
+        Both leave the target out.
+        """
         weight_BD = self.operands[0].weight_VD[classes]
         bias_B, scale = self.transform.of(classes).bias_V, self.transform.scale
         if bias_B is not None:
@@ -152,16 +157,17 @@ class CpuExponentialsEngine(LossEngine):
         *,
         first: bool,
     ) -> None:
-        """Add E^T (c X), and the rows h X at their targets, to the sum of a block of classes."""
+        """Add E^T (c X) to the sum of a block of classes, and the rows h X at their targets."""
         scaled_CD = (x_CD * c_C[:, None]).to(x_CD.dtype)
         sum.add_product(e_CB, scaled_CD, first=first, last=False)
-        del scaled_CD  # free it before others are made
+        del scaled_CD  # free it before `add_target_rows` allocates
         sum.add_target_rows(x_CD, h_C, target_C, slice(None))
 
     def _add_bias(self, db_V: Tensor, e_CV: Tensor, target_C: Tensor, c_C: Tensor, h_C: Tensor) -> None:
-        """Add the chunk's bias gradient, exact to float32.
+        """Add the chunk's bias gradient, E^T c and h at the targets, exact to float32.
 
-        c is cut into three numbers of E's dtype that add up to it.
+        The GEMM reads bfloat16. So each number of c is written as a sum of three numbers of E's
+        dtype.
         """
         rest_C, parts = c_C, []
         for _ in range(3):

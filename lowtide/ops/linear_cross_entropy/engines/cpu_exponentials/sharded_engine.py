@@ -1,6 +1,6 @@
-"""Run the CPU's exponentials engine where the classes of a row are on several ranks.
+"""Run the CPU's exponentials engine if the classes of a row are on several ranks.
 
-exponentials/sharded_engine.py says how.
+exponentials/sharded_engine.py explains the method.
 
 Shapes: N tokens, D features, V classes of this rank; C tokens of a chunk.
 """
@@ -55,7 +55,7 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
             row, stat = coefs[rows], stats[rows]
             own_C = row.target_N >= 0
             c_C, h_C = excluded_coefs(row, stat, stat.target_logit_N, take_nll=False)
-            # Ignored rows are left out, but not where ranks have tokens of their own.
+            # A chunk has ignored rows only if each rank has its own tokens.
             c_C.masked_fill_(row.ignored_N, 0)
             h_C.masked_fill_(row.ignored_N | ~own_C, 0)
             row_scale_M[rows], target_weight_coef_M[rows] = c_C, h_C
@@ -97,7 +97,7 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
         e_CV: Tensor | None,
         take_stats: bool,
     ) -> sharded_walk.Begun:
-        """Compute a chunk's exponentials, and begin to gather its statistics if asked to."""
+        """Compute a chunk's exponentials; if `take_stats`, begin to gather its statistics."""
         agreement = self.plan.agreement
         assert agreement is not None
         if not take_stats:
@@ -118,11 +118,11 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
         return e_CV, merge
 
     def _target_weights(self, row: RowCoefs) -> Tensor:  # [C, D]
-        """Return the weight of each row's target; where another rank has that, of any class."""
+        """Return the weight of each row's target, or of class 0 if another rank has the target."""
         return self.operands[0].weight_VD[row.target_N.clamp(min=0)].to(self.plan.sum_dtype)
 
     def _sampled_maxima(self, x_CD: Tensor) -> Tensor:  # [C]
-        """Return the largest logit of a few classes, spread over all that this rank has."""
+        """Return each row's largest logit among a few classes, spread over those of this rank."""
         sampled = slice(0, self.V, -(-self.V // SAMPLED_CLASSES))
         none_C = torch.full((x_CD.shape[0],), -1)
         return self._exponentials(x_CD, None, none_C, self.buffer(x_CD.shape[0]).zero_(), sampled)[1]

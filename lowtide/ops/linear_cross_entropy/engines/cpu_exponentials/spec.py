@@ -1,4 +1,4 @@
-"""Say which calls the exponentials engine runs on a CPU, and what it holds.
+"""Say which calls the exponentials engine runs on a CPU, and how many bytes they take.
 
 Shapes: D_k features of term k, V classes.
 """
@@ -16,8 +16,8 @@ from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
 from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASSES, counts_with_float32_sums
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 
-# Fewest weights for the CPU's bfloat16 GEMMs; with fewer, the host takes longer than the matrix
-# units.
+# Fewest elements of the weight. With fewer, the Python code around the GEMMs takes longer than the
+# GEMMs.
 FEWEST_WEIGHTS = 1 << 20
 
 
@@ -28,8 +28,8 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         return "it is for CPU tensors, without Triton"
     if not weight.dtype == options.compute_dtype == torch.bfloat16:
         return "it takes operands that are bfloat16"
-    # All ranks of a sharded head choose alike, whatever their layouts; `readable` copies one that
-    # differs.
+    # All ranks of a sharded head must choose the same engine, but the layouts of their weights may
+    # differ. So accept any layout; `readable` of operator/planner.py copies a weight if needed.
     if not lies_by_rows(weight) and not options.sharded:
         return "it takes a weight whose features lie side by side"
     refused = {
@@ -57,7 +57,10 @@ def _cpu_products_refuse() -> str | None:
 
 
 def memory(call: Call, access: OperandAccess) -> ByteCounts:
-    """Count bfloat16 exponentials; and per token its products and its target's weight row."""
+    """Count per token its exponentials, and three rows of D numbers besides that of dX.
+
+    Two rows are float32: the target's weight, and a product of it. One is a bfloat16 copy.
+    """
     size, features = access.dtype.itemsize, sum(call.features)
     logits = call.V * size if call.needs_grad.some else 0
     counts = counts_with_float32_sums(
@@ -71,7 +74,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
 
 
 def shard_token_bytes(call: Call, counts: ByteCounts) -> int:
-    """Count two chunks, and the sampled logits of a first reference."""
+    """Count two chunks, which exist at a time, and the sampled logits of a first reference."""
     return 2 * counts.token_bytes + SAMPLED_CLASSES * call.sum_size
 
 

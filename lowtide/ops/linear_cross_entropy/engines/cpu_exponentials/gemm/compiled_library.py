@@ -1,10 +1,12 @@
 """Compile a C++ file once per user, and load the library from a private directory.
 
-Only this user can change the directory. A library is stored with its digest at the end. Its owner,
-mode, link count and digest are checked through one descriptor, and it is loaded through the same
-descriptor. A library that is not as it was written is compiled again. It is written in a directory
-of its own, synced, loaded and then renamed. So any number of processes may build at once, be killed
-or find the disk full: each finds a whole library or none. There are no locks. Linux only.
+Only this user can change the directory. A library is stored with its digest at the end. One file
+descriptor serves to check its owner, mode, link count and digest, and then to load it. If a check
+fails, the library is compiled again.
+
+A new library is written in a build directory of its own, synced, loaded and then renamed. So any
+number of processes may build at once, be killed or find the disk full: each process finds a whole
+library or none. There are no locks. Linux only.
 """
 
 import ctypes
@@ -36,7 +38,7 @@ OTHER_COMPILER = "correct that, or set CXX to another C++ compiler, such as g++ 
 
 
 class NotLoadedError(Exception):
-    """Report that the library cannot be loaded; the message says why, and what to do."""
+    """Report that the library cannot be loaded; the message gives the reason and a remedy."""
 
 
 class NoCompilerError(NotLoadedError):
@@ -51,12 +53,12 @@ class Source:
     text: bytes
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
-    functions: tuple[str, ...]  # names of functions that the library must have
-    depends_on: str  # other things the library depends on, besides the compiler
+    functions: tuple[str, ...]  # names of the functions that the library must have
+    depends_on: str  # what the library depends on, besides the source, the flags and the compiler
 
 
 def load_compiled(source: Source) -> ctypes.CDLL:
-    """Return the library of ``source``, compiled if there is none yet. Raises NotLoadedError."""
+    """Return the library of ``source``; compile it if there is none. Raises NotLoadedError."""
     compiler = find_compiler()
     facts = (source, compiler, run([*compiler, "--version"]))
     file = f"{source.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.so"
@@ -64,7 +66,7 @@ def load_compiled(source: Source) -> ctypes.CDLL:
     try:
         folder = open_private_directory(parent, name)
         try:
-            with suppress(OSError):  # missing, damaged, or not ours
+            with suppress(OSError):  # the library is missing or damaged, or another user owns it
                 return _load(folder, file, file, source.functions)
             return _build(source, compiler, folder, file)
         finally:
@@ -77,14 +79,14 @@ def load_compiled(source: Source) -> ctypes.CDLL:
 def cache_place() -> tuple[str, str]:
     """Return the directory for libraries, as its parent and its name.
 
-    It is beside torch.compile's files if the user chose a place for them, else in the system's
-    temporary directory.
+    If the user chose a directory for torch.compile's files, the parent is that directory. Otherwise
+    it is the system's temporary directory.
     """
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     try:
         own = tempfile.gettempdir()
-        # torch sets the variable as well when it compiles, to a directory that it makes with any
-        # umask.
+        # torch.compile sets the variable too. Others may be able to write to the directory that it
+        # makes, because it makes it with any umask.
         if named and not named.startswith(os.path.join(own, "torchinductor_")):
             return os.path.abspath(named), "lowtide"
     except FileNotFoundError as problem:
@@ -93,7 +95,7 @@ def cache_place() -> tuple[str, str]:
 
 
 def _load(folder: int, file: str, name: str, functions: tuple[str, ...]) -> ctypes.CDLL:
-    """Load a library that was kept under ``name``. Raise OSError if it has been changed."""
+    """Load the library that was stored as ``name``. Raise OSError if it has been changed."""
     found = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         status = os.fstat(found)
@@ -104,9 +106,9 @@ def _load(folder: int, file: str, name: str, functions: tuple[str, ...]) -> ctyp
         size = max(0, len(content) - hashlib.sha256().digest_size)
         if _digest(name, content[:size]) != content[size:]:
             raise OSError(f"{file} is damaged")
-        # The loader takes the same path for the same library. Nobody else writes a path like this
-        # one. And the descriptor of a loaded library stays open, so its number does not become
-        # another's.
+        # For a path that it knows, the loader returns the library that it has loaded before. So no
+        # two libraries may have the same path. No other code writes "/./" here. The descriptor of a
+        # loaded library stays open, so no other file gets its number.
         library = ctypes.CDLL(f"/proc/self/fd/./{found}")
     except BaseException:
         os.close(found)
@@ -118,7 +120,7 @@ def _load(folder: int, file: str, name: str, functions: tuple[str, ...]) -> ctyp
 
 
 def _build(source: Source, compiler: list[str], folder: int, name: str) -> ctypes.CDLL:
-    """Compile, load and keep the library, by descriptors, so that no path can be redirected."""
+    """Compile, load and store the library, by descriptors, so that no path can be redirected."""
     if os.fstatvfs(folder).f_flag & os.ST_NOEXEC:
         raise PermissionError("its file system is mounted noexec")
     _remove_old_builds(folder)
@@ -136,7 +138,7 @@ def _build(source: Source, compiler: list[str], folder: int, name: str) -> ctype
             except OSError as problem:
                 raise NotLoadedError(f"{compiler[0]} made no library: {problem}; {OTHER_COMPILER}") from None
             os.replace(name, name, src_dir_fd=own, dst_dir_fd=folder)
-            with suppress(OSError):  # where it fails, the name may be lost, not the content
+            with suppress(OSError):  # if it fails, a crash may lose the name, but not the content
                 os.fsync(folder)
             return library
         finally:
@@ -159,7 +161,7 @@ def _write(folder: int, name: str, content: bytes) -> None:
 
 def _remove_old_builds(folder: int) -> None:
     for name in os.listdir(folder):
-        with suppress(OSError):  # another process removes it
+        with suppress(OSError):  # another process has removed it
             made = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
             if name.startswith(BUILD) and made < time.time() - OLD:
                 shutil.rmtree(f"/proc/self/fd/{folder}/{name}", ignore_errors=True)
@@ -184,7 +186,7 @@ def run(command: list[str], *, cwd: str | None = None) -> bytes:
                 out, err = process.communicate(timeout=TIMEOUT)
             except BaseException:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+                    os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
                 raise
     except subprocess.TimeoutExpired:
         raise NotLoadedError(f"{command[0]} did not end within {TIMEOUT} s; {OTHER_COMPILER}") from None
@@ -200,7 +202,7 @@ def run(command: list[str], *, cwd: str | None = None) -> bytes:
 def find_compiler() -> list[str]:
     """Return the compiler's command: $CXX with its arguments or wrapper, else c++ or g++.
 
-    Other compilers are not tried, since their OpenMP would not be torch's.
+    Do not try other compilers: their OpenMP would not be the one that torch has loaded.
     """
     named = os.environ.get("CXX", "")
     try:

@@ -1,16 +1,18 @@
 // Multiply bfloat16 matrices with float32 accumulators, on a CPU that has units for them (see
 // gemm.py).
 //
-//     C  rows of tokens                 x  [C, D]  the tokens, bfloat16, each row contiguous
+//     C  rows (tokens)                  x  [C, D]  the tokens, bfloat16, each row contiguous
 //     D  features                       w  [V, D]  the weights of the classes, bfloat16
-//     V  classes                        e  [C, V]  exponentials (or their derivatives), bfloat16
+//     V  classes                        e  [C, V]  exponentials, bfloat16
 //
-// The GEMMs are oneDNN's, called through torch's function brgemm, which torch's compiler uses as
-// well. It multiplies m rows of a by k rows of b. b is stored in pairs of rows, [k / 2][n][2], as
-// the units require. It uses AMX if the processor has it. Both operands are copied into buffers
-// that stay in the second-level cache, for three reasons. Rows a power of two apart would all fall
-// into a few sets of that cache. An odd k needs a zero beside it. And brgemm, which generates a
-// kernel for each new shape and stride, then meets few of them.
+// The GEMMs are oneDNN's. They are called through torch's function brgemm, which torch's compiler
+// also uses. brgemm computes c [m, n] = a [m, k] b [k, n]. The units require that b is stored in
+// pairs of rows, [k / 2][n][2]. brgemm uses AMX if the processor has it.
+//
+// Both operands are copied into buffers that stay in the second-level cache, for three reasons.
+// Rows a power of two apart would all fall into a few sets of that cache. If k is odd, the last row
+// needs a row of zeros beside it. And brgemm generates a kernel for each new shape and stride; with
+// the buffers there are few.
 //
 // No sum depends on the number of threads: each element's terms are added in the same order,
 // whichever thread adds them.
@@ -33,13 +35,13 @@ using brgemm_function = void (*)(size m, size n, size k, size a_stride, size b_s
 brgemm_function brgemm;
 void (*brgemm_release)(bool b_in_pairs);
 
-constexpr size ROWS = 32;         // rows of a in one product
-constexpr size DEPTH = 512;       // k of one product: amortises reading the sums again
+constexpr size ROWS = 32;         // rows of a in one call of brgemm
+constexpr size DEPTH = 512;       // k of one call; each further call reads and writes c again
 constexpr size CLASSES = 128;     // classes in a tile of logits
-constexpr size GROUP = 512;       // rows whose logits wait for more features if D > DEPTH
-constexpr size SEGMENTS = 64;     // runs of classes, each summed separately, on whichever thread
-constexpr size COLUMNS = 256;     // most columns of a result that one thread computes at a time
-constexpr size SHARED = 1 << 19;  // most elements of x in pairs, unless 64 columns are more
+constexpr size GROUP = 512;       // rows whose unfinished logits are held if D > DEPTH
+constexpr size SEGMENTS = 64;     // runs of classes; each is summed by tasks of its own
+constexpr size COLUMNS = 256;     // most columns of a task of lowtide_multiply
+constexpr size SHARED = 1 << 19;  // most elements of x packed at a time, but at least 64 columns
 constexpr size TURNED = 64;       // classes whose exponentials are transposed at a time
 
 size parts_of(size count, size each) { return (count + each - 1) / each; }
@@ -60,8 +62,9 @@ struct Buffer {
     T* get() const { return reinterpret_cast<T*>(lines.get()); }
 };
 
-// Run every task once, on whichever thread is free. make_worker() is called in each thread, for its
-// buffers. Return 0, or 1 if a thread failed, because no exception may leave a parallel region.
+// Run every task once, on any thread that is free. Each thread calls make_worker() once, which
+// allocates the thread's buffers. Return 0, or 1 if a thread threw an exception, because no
+// exception may leave a parallel region.
 template <class MakeWorker>
 int each_task(int threads, size tasks, const MakeWorker& make_worker) {
     std::atomic<size> next{0};
@@ -70,7 +73,7 @@ int each_task(int threads, size tasks, const MakeWorker& make_worker) {
     try {
         auto work = make_worker();
         for (size task; !failed && (task = next++) < tasks;) work(task);
-        brgemm_release(true);  // else AMX stays configured and slows down the thread's next user
+        brgemm_release(true);  // otherwise AMX stays configured and slows down the thread
     } catch (...) {
         failed = 1;
     }
@@ -80,9 +83,9 @@ int each_task(int threads, size tasks, const MakeWorker& make_worker) {
 __mmask32 first32(size count) { return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1; }
 __mmask16 first16(size count) { return first32(std::min<size>(count, 16)); }
 
-// Return 16 columns of rows i and i + 1 as pairs, with zeros beyond the k rows and n columns that
-// exist. A load from unmapped memory takes long even if a mask excludes all of it, so the address
-// stays inside.
+// Return columns j to j + 15 of rows i and i + 1 as pairs. There are k rows and n columns; elements
+// beyond them are zeros. A load from unmapped memory is slow even if its mask is empty, so the row
+// that is loaded always exists.
 __m512i pairs(Matrix<const bf16> from, size i, size j, size k, size n) {
     const __mmask16 upper = i < k ? first16(n - j) : 0, lower = i + 1 < k ? upper : 0;
     const __m256i even = _mm256_maskz_loadu_epi16(upper, from.at(std::min(i, k - 1), j));
@@ -90,7 +93,7 @@ __m512i pairs(Matrix<const bf16> from, size i, size j, size k, size n) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
 }
 
-// Transpose 16 rows of 16 pairs: swap quarters in squares of 2, then 4, 8 and 16.
+// Transpose 16 rows of 16 pairs. Exchange two quarters of each square of 2, then of 4, 8 and 16.
 void transpose(__m512i r[16]) {
     const __m512i lane = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
 #pragma GCC unroll 4
@@ -109,7 +112,7 @@ void transpose(__m512i r[16]) {
     }
 }
 
-// Store k rows of n columns as pairs of rows, [depth / 2][stride][2]; rows from k to depth become
+// Store k rows of n columns as pairs of rows, [depth / 2][stride][2]. Rows from k to depth become
 // zeros.
 void pack_rows(size k, size depth, size n, Matrix<const bf16> from, bf16* to, size stride) {
     for (size i = 0; i < depth; i += 2)
@@ -132,7 +135,7 @@ void pack_features(size n, size k, Matrix<const bf16> from, bf16* to) {
         }
 }
 
-// Transpose k rows of n columns into n rows of up(k, 32) elements; those from k on become zeros.
+// Transpose k rows of n columns into n rows of up(k, 32) elements. Elements from k on become zeros.
 void turn(size k, size n, Matrix<const bf16> from, bf16* to) {
     __m512i r[16];
     for (size i = 0; i < k; i += 32)
@@ -144,7 +147,8 @@ void turn(size k, size n, Matrix<const bf16> from, bf16* to) {
         }
 }
 
-// Compute c [m, n] (+)= a [m, k] b, with b in pairs. strip holds ROWS x DEPTH elements.
+// Write a [m, k] b to c [m, n], or add it if add. b is stored in pairs of rows. strip is a buffer
+// of ROWS x DEPTH elements for the rows of a.
 void product(size m, size n, size k, Matrix<const bf16> a, const bf16* b, size b_stride, Matrix<float> c,
              bool add, bf16* strip) {
     for (size row = 0; row < m; row++) {
@@ -154,7 +158,8 @@ void product(size m, size n, size k, Matrix<const bf16> a, const bf16* b, size b
     brgemm(m, n, up(k, 2), DEPTH, b_stride, c.stride, add, strip, b, c.start, true);
 }
 
-// Return exp(x) within 2 units in the last place; 0 and inf beyond float32's range, NaN for NaN.
+// Return exp(x) within 2 units in the last place. Return 0 or inf beyond float32's range, and NaN
+// for NaN.
 __m512 exp(__m512 x) {
     x = _mm512_min_ps(_mm512_set1_ps(90), x);  // returns its second operand if one is NaN
     x = _mm512_max_ps(_mm512_set1_ps(-110), x);
@@ -168,8 +173,9 @@ __m512 exp(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// Turn a row of a tile of logits into n exponentials, and add them to sum. target is its column in
-// this tile, if it is inside.
+// Compute n logits of a row from the products u. Store their exponentials in e if it is not null,
+// add them to sum, and raise largest to the largest logit. target is the target's column; if it is
+// inside this tile, its exponential is 0, and largest leaves it out.
 void exponentials_of(size n, const float* u, float scale, const float* bias, float reference, size target,
                      bf16* e, float& sum, float& largest) {
     __m512 sums = _mm512_setzero_ps(), maxima = _mm512_set1_ps(-INFINITY);
@@ -194,8 +200,7 @@ void exponentials_of(size n, const float* u, float scale, const float* bias, flo
 
 }  // namespace
 
-// Set torch's functions. Return 0 only if brgemm accepts a product and computes 1 2 + 3 4
-// correctly.
+// Set torch's functions. Return 0 if brgemm computes 1 * 2 + 3 * 4 correctly, else 1.
 extern "C" int lowtide_use(brgemm_function product_of, void (*release)(bool)) try {
     brgemm = product_of;
     brgemm_release = release;
@@ -208,15 +213,15 @@ extern "C" int lowtide_use(brgemm_function product_of, void (*release)(bool)) tr
     return 1;
 }
 
-// Compute e_ij = exp(scale x_i w_j + bias_j - reference_i), and 0 where j is target_i. sum_i is
-// their sum before rounding, largest_i the largest logit other than the target's. bias may be null,
-// and so may e.
+// Compute e_ij = exp(scale x_i w_j + bias_j - reference_i), and e_ij = 0 if j is target_i. sum_i is
+// the sum of e_ij over j before rounding. largest_i is the row's largest logit other than the
+// target's. bias and e may be null.
 extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x, Matrix<const bf16> w,
                                     float scale, const float* bias, const float* reference,
                                     const int64_t* target, Matrix<bf16> e, float* sum, float* largest,
                                     int threads) try {
     const size blocks = parts_of(V, CLASSES), groups = parts_of(C, GROUP), waiting = D > DEPTH ? GROUP : ROWS;
-        // Keep the number of tasks, and of partial sums, about the same for every C.
+    // Keep the number of tasks about the same for every C, and with it the number of partial sums.
     const size segments = std::min(std::max<size>(SEGMENTS / groups, 1), blocks);
     std::vector<float> sums(segments * C, 0.f), maxima(segments * C, -INFINITY);
     const int failed = each_task(threads, segments * groups, [&] {
@@ -252,11 +257,11 @@ extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x
     return 1;
 }
 
-// Compute out [C, D] (+)= e w.
+// Write e w to out [C, D], or add it if add.
 extern "C" int lowtide_multiply(size C, size D, size V, Matrix<const bf16> e, Matrix<const bf16> w,
                                 Matrix<float> out, bool add, int threads) {
-    // Give each thread as many columns as another; divide the rows too if there are too few
-    // columns.
+    // Give all threads the same number of columns. If there are too few columns for this, divide
+    // the rows too.
     const size columns = parts_of(D, up(parts_of(D, COLUMNS), threads));
     const size width = std::max<size>(64, up(columns, 16));
     const size groups = parts_of(D, width);
@@ -276,10 +281,10 @@ extern "C" int lowtide_multiply(size C, size D, size V, Matrix<const bf16> e, Ma
     });
 }
 
-// Compute out [V, D] (+)= e^T x.
+// Write e^T x to out [V, D], or add it if add.
 extern "C" int lowtide_multiply_transposed(size C, size D, size V, Matrix<const bf16> e, Matrix<const bf16> x,
                                            Matrix<float> out, bool add, int threads) try {
-    // Round the depth so that few values occur for different C, as each has a kernel of its own.
+    // Round the depth up, so that different C give few depths: brgemm makes a kernel for each.
     const size depth = up(C, 8), stride = up(C, 32), share = up(parts_of(depth, threads), 2);
     const size width = std::min(up(D, 16), std::clamp<size>(SHARED / depth / 64 * 64, 64, 2 * COLUMNS));
     const Buffer<bf16> packed(depth * width);

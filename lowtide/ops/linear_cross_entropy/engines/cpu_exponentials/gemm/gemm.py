@@ -1,11 +1,11 @@
 """Multiply bfloat16 operands with float32 accumulators on a CPU with bfloat16 units.
 
-The functions are in gemm.cpp. It is compiled at the first call on a machine, which takes a second
-or two. `available()` returns False without a message if the processor has no bfloat16 units, if
-torch lacks the functions that are called, or if there is no compiler. One warning is given if the
-compiler fails, or if no directory for the library is safe from other users.
+The kernels are in gemm.cpp. It is compiled at the first call on a machine, which takes a second or
+two. `available()` returns False without a message if the processor has no bfloat16 units, if torch
+lacks the functions that gemm.cpp calls, or if there is no compiler. It warns once if the compiler
+fails, or if no directory for the library is safe from other users.
 
-Shapes: C rows, D features, V classes. Each row is contiguous; rows may lie apart.
+Shapes: C rows, D features, V classes. Each row is contiguous; there may be gaps between rows.
 """
 
 import ctypes
@@ -28,9 +28,9 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.compiled_lib
 )
 
 SOURCE = Path(__file__).with_name("gemm.cpp")
-# Not -march=native, since several machines may share a home directory. No -fopenmp for the linker:
-# the OpenMP symbols are then found in the library that torch has loaded, and there is one thread
-# pool, not two.
+# There is no -march=native, because machines with other processors may share the directory of the
+# library. The linker gets no -fopenmp, so that the loader finds the OpenMP symbols in the library
+# that torch has loaded. So there is one thread pool, not two.
 UNITS = [f"-m{each}" for each in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16", "fma")]
 COMPILED = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", *UNITS)
 LINKED = ("-shared",)  # decision 0048
@@ -45,9 +45,12 @@ def available() -> bool:
 
 
 def against() -> str | None:
-    """Return why they cannot be called, or None; not cached, since oneDNN can be switched off."""
+    """Return why the functions below cannot be called, or None.
+
+    The result is not cached, because oneDNN can be switched on and off.
+    """
     if not torch.backends.mkldnn.enabled:
-        return "oneDNN, whose products they are, is switched off"
+        return "oneDNN, which computes the bfloat16 products, is switched off"
     found = _library()
     return found if isinstance(found, str) else None
 
@@ -62,10 +65,11 @@ def exponentials(
     bias_V: Tensor | None = None,
     out_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute exp(scale x w + bias - reference) into out_CV if given, with 0 at each row's target.
+    """Write exp(scale x w + bias - reference) to out_CV, if given, with 0 at each row's target.
 
-    A target of -1 means none in these classes. Return the sum of each row's exponentials before
-    they are rounded, and each row's largest logit other than the target's, both in float32.
+    A target of -1 stands for a class that is not among these. Return the sum of each row's
+    exponentials, which is taken before they are rounded, and each row's largest logit other than
+    the target's. Both are float32.
     """
     (rows, features), classes = x_CD.shape, weight_VD.shape[0]
     sum_C = torch.empty(rows, dtype=torch.float32)
@@ -87,7 +91,7 @@ def exponentials(
 
 
 def multiply(out_CD: Tensor, e_CV: Tensor, weight_VD: Tensor, *, add: bool) -> None:
-    """Write e_CV weight_VD to out_CD, or add it."""
+    """Write e_CV weight_VD to out_CD, or add it to out_CD if `add`."""
     (rows, classes), features = e_CV.shape, weight_VD.shape[1]
     _call(
         "lowtide_multiply",
@@ -100,7 +104,7 @@ def multiply(out_CD: Tensor, e_CV: Tensor, weight_VD: Tensor, *, add: bool) -> N
 
 
 def multiply_transposed(out_VD: Tensor, e_CV: Tensor, x_CD: Tensor, *, add: bool) -> None:
-    """Write e_CV^T x_CD to out_VD, or add it; each element of out_VD is read and written once."""
+    """Write e_CV^T x_CD to out_VD, or add it if `add`; read and write each element once."""
     (rows, classes), features = e_CV.shape, x_CD.shape[1]
     _call(
         "lowtide_multiply_transposed",
@@ -117,7 +121,7 @@ class _Matrix(ctypes.Structure):
 
 
 def _matrix(matrix: Tensor | None, rows: int, columns: int, dtype: torch.dtype) -> _Matrix:
-    """Return the matrix as C++ reads it, after checking it; None has no memory."""
+    """Check a matrix, and return it in the form that C++ reads; None becomes a null pointer."""
     if matrix is None:
         return _Matrix(None, 0)
     assert (matrix.shape, matrix.dtype, matrix.device.type) == ((rows, columns), dtype, "cpu")
@@ -128,7 +132,7 @@ def _matrix(matrix: Tensor | None, rows: int, columns: int, dtype: torch.dtype) 
 
 
 def _vector(vector: Tensor | None, size: int, dtype: torch.dtype) -> ctypes.c_void_p:
-    """Return where the vector begins, after checking it; None has no memory."""
+    """Check a vector, and return its address; None becomes a null pointer."""
     if vector is None:
         return ctypes.c_void_p(None)
     assert (vector.shape, vector.dtype, vector.device.type) == ((size,), dtype, "cpu")
@@ -140,7 +144,7 @@ def _call(name: str, sizes: tuple[int, ...], *arguments: object) -> None:
     library = _library()
     if isinstance(library, str):
         raise RuntimeError(
-            "this call was compiled or exported where a CPU's bfloat16 products can be made; "
+            "this call was compiled or exported where the CPU can compute bfloat16 products; "
             f"here {library}. Compile or export it here, or within torch.backends.mkldnn.flags(enabled=False)"
         )
     integers = map(ctypes.c_int64, sizes)
@@ -151,19 +155,19 @@ def _call(name: str, sizes: tuple[int, ...], *arguments: object) -> None:
         )
 
 
-_locks: dict[int, threading.RLock] = {}  # one per process: a fork may have left the parent's held
+_locks: dict[int, threading.RLock] = {}  # by process: a fork may copy a held lock
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """Return the library, or why there is none; then GEMMs run in float32 and nothing is raised."""
+    """Return the library, or why there is none; without it, GEMMs run in float32."""
     with _locks.setdefault(os.getpid(), threading.RLock()):
         return _load_once()
 
 
 @functools.cache
 def _load_once() -> ctypes.CDLL | str:
-    """Return the library, or why there is none; warn if one could not be compiled or loaded."""
+    """Return the library, or why there is none; warn if the compiler or the loader failed."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or not _has_units():
         return "this processor has no units for bfloat16 products"
     try:
@@ -178,7 +182,7 @@ def _load_once() -> ctypes.CDLL | str:
         return f"they could not be compiled: {problem}"
     except NotLoadedError as problem:
         warnings.warn(
-            f"the CPU's products of bfloat16 operands are made of float32 ones, which is slower: {problem}",
+            f"the CPU's products of bfloat16 operands are computed in float32, which is slower: {problem}",
             stacklevel=2,
         )
         return f"they could not be loaded: {problem}"
@@ -186,7 +190,7 @@ def _load_once() -> ctypes.CDLL | str:
 
 
 def _has_units() -> bool:
-    """Return True if the processor has AVX-512 instructions for bfloat16."""
+    """Return True if the processor has the AVX-512 instructions for bfloat16."""
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     if supported is not None:
         return bool(supported())

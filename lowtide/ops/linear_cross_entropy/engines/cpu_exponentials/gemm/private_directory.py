@@ -1,12 +1,12 @@
 """Open a directory that only this user can change, through a path that nobody else can change.
 
-It protects against other users of the machine, who may create, rename, link or fill anything that
-the path passes through. Root, the file server and this user's other processes are trusted. A POSIX
-access list is respected, because its mask appears in the group bits of the mode. Access lists of
-other kinds are not seen.
+This protects against other users of the machine. They may create, rename, link or fill any
+directory on the path that they can write to. Root, the file server and this user's other processes
+are trusted. A POSIX access list is respected, because its mask appears in the group bits of the
+mode. Access lists of other kinds are ignored.
 
-The path is opened one name at a time through descriptors, so that what was checked is what is used.
-Linux only.
+The path is opened one name at a time through file descriptors. So the directory that is used is the
+one that was checked. Linux only.
 """
 
 import errno
@@ -18,12 +18,13 @@ MOST_LINKS = 40  # the kernel's own limit
 
 
 def open_private_directory(parent: str, name: str) -> int:
-    """Open ``name`` in the absolute path ``parent``; make what is missing, return a descriptor.
+    """Return a descriptor of directory ``name`` in the absolute path ``parent``.
 
-    The directory must belong to this user and have mode 0700. ``parent`` may contain symbolic
-    links. Each link, and each directory on the way, must belong to this user or to root; a
-    directory that others may write to must be sticky. A PermissionError names the first that
-    violates this.
+    Directories that are missing are made. The directory must belong to this user, and its group and
+    others must have no permissions. ``parent`` may contain symbolic links. Each link, and each
+    directory on the way, must belong to this user or to root. A directory that others may write to
+    must have the sticky bit. A PermissionError names the first link or directory that violates
+    this.
     """
     with ExitStack() as opened:
         found = _open_or_make(_walk(parent, opened), name, opened)
@@ -38,7 +39,7 @@ def open_private_directory(parent: str, name: str) -> int:
 
 
 def _walk(path: str, opened: ExitStack) -> int:
-    """Open and check each part of an absolute path, and return the last descriptor."""
+    """Open and check each part of an absolute path; return the descriptor of the last one."""
     assert path.startswith("/"), path
     names = path.split("/")[::-1]
     links = 0
@@ -61,17 +62,17 @@ def _walk(path: str, opened: ExitStack) -> int:
 
 
 def _open_or_make(above: int, name: str, opened: ExitStack) -> int:
-    """Open a name in a directory; make a private directory if it is missing."""
+    """Open a name in the directory ``above``; if it is missing, make a private directory."""
     try:
         return _open(name, above, opened)
     except FileNotFoundError:
-        with suppress(FileExistsError):  # another process was faster; its owner is checked
+        with suppress(FileExistsError):  # another process has made it; the caller checks its owner
             os.mkdir(name, 0o700, dir_fd=above)
         return _open(name, above, opened)
 
 
 def _open(name: str, above: int | None, opened: ExitStack) -> int:
-    """Open this name (a symbolic link, not its target) without the right to read it."""
+    """Open a name without the right to read it; open a symbolic link itself, not its target."""
     flags = os.O_PATH | os.O_NOFOLLOW
     try:
         found = os.open(name, flags | os.O_DIRECTORY, dir_fd=above)  # triggers automount

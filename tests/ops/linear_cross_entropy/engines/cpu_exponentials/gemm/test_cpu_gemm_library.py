@@ -74,7 +74,7 @@ def ask(start):
 
 def assert_one_warning(err: str, expected: str) -> None:
     assert err.count("Warning") == 1, err
-    assert "UserWarning: the CPU's products of bfloat16 operands are made of float32 ones, which is" in err
+    assert "UserWarning: the CPU's products of bfloat16 operands are computed in float32, which is" in err
     assert expected in err
 
 
