@@ -1,8 +1,9 @@
 """Compute any loss of any head, a chunk of rows at a time, as one differentiable tensor.
 
 The caller gives two functions. head takes rows of hidden states and returns their logits, or
-anything else. loss_fn takes what head returned, and returns the sum of the rows' losses. The
-logits of only one chunk of rows exist at a time, in forward and in backward.
+anything else. loss_fn takes what head returned and the labels of these rows, or other tensors, and
+returns the sum of the rows' losses. The logits of only one chunk of rows exist at a time, in
+forward and in backward.
 
 Modules, in the order of imports (each imports only those above it):
 

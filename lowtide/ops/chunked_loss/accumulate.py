@@ -6,7 +6,7 @@ A float16 gradient that is computed before the loss is scaled loses numbers belo
 above 65504 become infinite. So a chunk's backward starts from a power of two (`backward_scale`).
 The power brings the largest gradient of head's output near 2^3, as a loss scale does for a mean. It
 is smaller if any other float16 gradient would exceed 2^14. The other gradients are those of tensors
-within loss_fn, of its arguments, and of learned tensors. A gradient within loss_fn is far larger
+within loss_fn, of token tensors, and of learned tensors. A gradient within loss_fn is far larger
 than that of head's output if loss_fn multiplies the logits by a small factor. A gradient of a
 learned tensor is a sum over the chunk's rows. One backward pass that starts from 1 measures all
 gradients. They are divided by the power once the upstream gradient is known.
@@ -43,7 +43,7 @@ class Sum:
             self.total = term if wide is None else term.to(wide, copy=True)
         elif isinstance(self.total, Tensor) and wide and torch.can_cast(wide, self.total.dtype):
             self._add_in_place(term)
-        else:  # a number, or a tensor of a dtype that the sum's cannot hold
+        else:  # a number, or a tensor whose sum needs a wider dtype
             self.total = self.total + (term if wide is None else term.to(wide))
 
     def _add_in_place(self, term: Tensor) -> None:

@@ -9,8 +9,8 @@ GradientInForward   The loss is a sum, so its upstream gradient is one number, a
                     place if the caller retains it.
 Recompute           Backward computes each chunk again. The upstream gradient may differ by row.
 
-With create_graph=True, backward uses neither: higher_order.py computes the gradients again from the
-inputs.
+With create_graph=True, the backward of both computes the gradients from the inputs again, by
+higher_order.py.
 """
 
 import itertools

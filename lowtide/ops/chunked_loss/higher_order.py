@@ -111,7 +111,7 @@ class Rows(RowFunction):
 
     @classmethod
     def of(cls, job: Job, results: int) -> "Rows":
-        """Return the loss as a rowwise function, computed again as it was the first time.
+        """Return the loss as a rowwise function, which computes the chunks again.
 
         `results` is 1 if loss_fn returns a value for each row, 0 if it returns a sum.
         """

@@ -43,7 +43,7 @@ def _top_hooks() -> Any:
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    """Save a tensor as it is, with its version."""
+    """Save a tensor without copying its memory, and its version."""
     # Detach it: an output that is saved for its own node would hold itself through its graph, and
     # would live until Python's garbage collector runs.
     return tensor.detach(), tensor._version

@@ -1,4 +1,4 @@
-"""Hold one call, and compute the loss of one of its chunks, the first time with checks."""
+"""Hold one call, and compute the loss of a chunk; check the chunk the first time."""
 
 import contextlib
 import math

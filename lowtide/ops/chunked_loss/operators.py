@@ -1,7 +1,7 @@
 """Replace F.linear and F.cross_entropy in the caller's own code while a chunk runs.
 
 F.linear          Nearly every head uses it. Autograd computes each chunk's weight gradient in the
-                  weight's dtype. The replacement adds the GEMM's result to a float32 sum: nothing
+                  weight's dtype. In the replacement, the GEMM itself adds to a float32 sum: nothing
                   is rounded, and no chunk allocates a tensor of the weight's size. The sum takes 4
                   bytes per element until the pass over the chunks ends. On the CPU torch has no
                   such GEMM for half precision, so there F.linear of half precision is not replaced.
@@ -117,7 +117,10 @@ class GradientSumMode(TorchFunctionMode):
 
 
 class SummingLinear(torch.autograd.Function):
-    """Compute F.linear by `cast_VD`, the weight in the GEMM's dtype; the graph has `weight`."""
+    """Compute F.linear with `cast_VD`, which is `weight` in the GEMM's dtype.
+
+    `weight` itself is an input so that it is in the graph.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Restore random generators and autocast settings, so that a chunk can be computed again."""
+"""Restore random states and autocast settings when a chunk is computed again."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ class Replay:
 
     @contextlib.contextmanager
     def forked(self) -> Iterator[None]:
-        """Restore the generators' states of now when the block ends."""
+        """Let the generators have their states of before again when the block ends."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))  # the CPU's generator alone
             for device in self.devices:
@@ -47,7 +47,7 @@ class Replay:
         """Let a chunk draw the same random numbers each time it is computed.
 
         The first time, keep the generators' states and go on from them. Later, start from the kept
-        states, and restore the others when the block ends.
+        states, and undo this when the block ends.
         """
         if place not in self.states:
             if not (self.on_cuda and torch.cuda.is_current_stream_capturing()):
@@ -67,7 +67,7 @@ class Replay:
         return first is not None and self._state(first) is not first
 
     def _state(self, last: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
-        """Return the generators' states, 5 KB, or `last` itself if they are equal to it."""
+        """Return the generators' states (5 KB), or `last` itself if it equals them."""
         others = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
         now = (torch.get_rng_state(), *others)
         return last if last and all(torch.equal(*each) for each in zip(now, last)) else now

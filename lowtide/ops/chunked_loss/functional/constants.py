@@ -73,10 +73,10 @@ def constants(named: Mapping[str, Any], known: Collection[int]) -> dict[str, Any
 
 
 def _inside(value: Any, names: Names) -> Iterator[tuple[str, Any, Names]]:
-    """Yield the values inside a value, each as (what to append to the name, itself, its names).
+    """Yield each value inside a value, as (what to append to the name, inner value, inner names).
 
-    `names` are the names that occur in the code that gets the value. The names of an inner value
-    are those of the code that gets it.
+    `names` are the names that occur in the code that gets the value. The inner names are those in
+    the code that gets the inner value.
     """
     if callable(value) and hasattr(value, "__wrapped__"):
         yield "", value.__wrapped__, names

@@ -11,7 +11,7 @@ from lowtide.ops.chunked_loss.functional.tensors import ROW, Functional
 
 
 class Snapshot:
-    """Hold the state of a call's functions and of the tensors that it cuts, when it first ran.
+    """Hold the state that the functions and the tensors that are cut have when the call begins.
 
     The state is the versions of tensors, parameters and buffers, the modules' training modes, and
     the constants that the code reaches. `rows` are the tensors that are cut, by name.
@@ -25,7 +25,7 @@ class Snapshot:
         self.constants = self._constants() if constants is None else constants
 
     def changed(self, rows: Mapping[str, Tensor] | None = None) -> list[str]:
-        """Return the names of tensors and modes that have changed.
+        """Return the names of tensors and training modes that have changed.
 
         Without `rows`, the tensors that are cut are not compared. In backward, autograd compares
         the versions of these tensors itself.

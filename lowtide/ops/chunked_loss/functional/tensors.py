@@ -74,7 +74,7 @@ class Functional:
         return out, loss_fn(out, *arguments)
 
     def substituted(self, learned: tuple[Tensor, ...], run: Callable[[], Result]) -> Result:
-        """Return run(), with these tensors in place of the modules' parameters.
+        """Return run(), with `learned` in place of the modules' parameters.
 
         `run` must include the backward pass, in which a head with checkpoints runs once more.
         """

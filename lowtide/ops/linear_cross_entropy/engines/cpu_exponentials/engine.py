@@ -107,8 +107,8 @@ class CpuExponentialsEngine(LossEngine):
     ) -> None:
         """Compute r, S and E of a chunk, and compute them again if a reference is too low.
 
-        The new reference of such a row is its largest logit other than the target's. If all of
-        these are -inf, it is 0, and so is S.
+        The new reference of such a row is its largest logit other than the target's. If all these
+        logits are -inf, the new reference and S are 0.
         """
         sum_C, max_C = self._exponentials(x_CD, e_CV, target_C, reference_C)
         far_C = ~(sum_C <= LARGEST_SUM)  # true for NaN too
@@ -166,8 +166,7 @@ class CpuExponentialsEngine(LossEngine):
     def _add_bias(self, db_V: Tensor, e_CV: Tensor, target_C: Tensor, c_C: Tensor, h_C: Tensor) -> None:
         """Add the chunk's bias gradient, E^T c and h at the targets, exact to float32.
 
-        The GEMM reads bfloat16. So each number of c is written as a sum of three numbers of E's
-        dtype.
+        The GEMM reads bfloat16. So each number of c is written as a sum of three bfloat16 numbers.
         """
         rest_C, parts = c_C, []
         for _ in range(3):

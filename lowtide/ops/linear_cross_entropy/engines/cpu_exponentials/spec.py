@@ -74,7 +74,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
 
 
 def shard_token_bytes(call: Call, counts: ByteCounts) -> int:
-    """Count two chunks, which exist at a time, and the sampled logits of a first reference."""
+    """Count two chunks, which exist together, and the sampled logits of a first reference."""
     return 2 * counts.token_bytes + SAMPLED_CLASSES * call.sum_size
 
 

@@ -6,5 +6,5 @@ Modules, in import order (a module imports only from those above it):
 
 private_directory  open a directory that only this user can change
 compiled_library   compile a C++ file once per user, and load the library
-gemm               the functions that multiply, and the reason why they cannot be called
+gemm               the functions that multiply, and a test of whether they are available
 """

@@ -85,8 +85,8 @@ def cache_place() -> tuple[str, str]:
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     try:
         own = tempfile.gettempdir()
-        # torch.compile sets the variable too. Others may be able to write to the directory that it
-        # makes, because it makes it with any umask.
+        # torch.compile sets the variable too, to a directory that it makes. Do not use that one:
+        # with some umasks, others may write to it.
         if named and not named.startswith(os.path.join(own, "torchinductor_")):
             return os.path.abspath(named), "lowtide"
     except FileNotFoundError as problem:

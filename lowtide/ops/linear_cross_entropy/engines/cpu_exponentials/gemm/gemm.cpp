@@ -73,7 +73,7 @@ int each_task(int threads, size tasks, const MakeWorker& make_worker) {
     try {
         auto work = make_worker();
         for (size task; !failed && (task = next++) < tasks;) work(task);
-        brgemm_release(true);  // otherwise AMX stays configured and slows down the thread
+        brgemm_release(true);  // otherwise AMX stays configured and slows down other code
     } catch (...) {
         failed = 1;
     }
@@ -214,8 +214,8 @@ extern "C" int lowtide_use(brgemm_function product_of, void (*release)(bool)) tr
 }
 
 // Compute e_ij = exp(scale x_i w_j + bias_j - reference_i), and e_ij = 0 if j is target_i. sum_i is
-// the sum of e_ij over j before rounding. largest_i is the row's largest logit other than the
-// target's. bias and e may be null.
+// the sum over j of e_ij, taken before they are rounded. largest_i is the row's largest logit other
+// than the target's. bias and e may be null.
 extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x, Matrix<const bf16> w,
                                     float scale, const float* bias, const float* reference,
                                     const int64_t* target, Matrix<bf16> e, float* sum, float* largest,

@@ -67,9 +67,9 @@ def exponentials(
 ) -> tuple[Tensor, Tensor]:
     """Write exp(scale x w + bias - reference) to out_CV, if given, with 0 at each row's target.
 
-    A target of -1 stands for a class that is not among these. Return the sum of each row's
-    exponentials, which is taken before they are rounded, and each row's largest logit other than
-    the target's. Both are float32.
+    A target of -1 means that the row's target is not among these classes. Return the sum of each
+    row's exponentials, taken before they are rounded, and each row's largest logit other than the
+    target's. Both are float32.
     """
     (rows, features), classes = x_CD.shape, weight_VD.shape[0]
     sum_C = torch.empty(rows, dtype=torch.float32)

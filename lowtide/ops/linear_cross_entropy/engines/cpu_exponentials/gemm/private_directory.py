@@ -1,9 +1,9 @@
 """Open a directory that only this user can change, through a path that nobody else can change.
 
-This protects against other users of the machine. They may create, rename, link or fill any
-directory on the path that they can write to. Root, the file server and this user's other processes
-are trusted. A POSIX access list is respected, because its mask appears in the group bits of the
-mode. Access lists of other kinds are ignored.
+This protects against other users of the machine. They may create, rename, link or fill
+anything that the path passes through. Root, the file server and this user's other processes are
+trusted. A POSIX access list is respected, because its mask appears in the group bits of the mode.
+Access lists of other kinds are not seen.
 
 The path is opened one name at a time through file descriptors. So the directory that is used is the
 one that was checked. Linux only.
