@@ -1,6 +1,10 @@
-"""Choose and launch the kernel that computes a chunk's logits and stores them as exponentials.
+"""Choose and launch the kernel that computes a chunk's logits z and stores E = exp(z - reference).
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all.
+The kernel is that of gemm_triton.py, whose docstring lists its operands and results, or
+gemm_gluon.py's.
+
+Shapes: C tokens of a chunk, D features, R features of a second, narrow term; B classes of a block,
+or all.
 """
 
 from functools import cached_property
@@ -17,9 +21,9 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, Coun
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 Term = tuple[Tensor, Tensor]
-# The Gluon pipeline runs GEMMs with few features, where the epilogue takes a large part of the
-# time. A GEMM must have so many multiplications that the pipeline's longer launch does not matter
-# (decision 0039).
+# The Gluon pipeline runs GEMMs of at most PIPELINED_FEATURES features, where the epilogue takes a
+# large part of the time. It takes longer to launch, which does not matter from FEWEST
+# multiplications on (decision 0039).
 PIPELINED_FEATURES, FEWEST = 1024, 1 << 37
 NO_TRANSFORM = LogitTransform()
 
@@ -30,7 +34,7 @@ def halves_of_tiles(classes: int) -> int:
 
 
 class Exponentials:
-    """Hold the operands of one chunk and one block of classes, and run the kernel once or more."""
+    """Hold the operands of one chunk and one block of classes, and run the kernel on them."""
 
     def __init__(
         self,
@@ -75,12 +79,14 @@ class Exponentials:
         guarded: bool = True,
         store: bool = True,
     ) -> None:
-        """Fill the given partial results, and store E if it has memory and is to be stored.
+        """Fill the partial results that are given, and store E if `store` is set and E has memory.
 
-        With `marks`, only marked row tiles are computed. Sums and grad_dot_logits are added to
-        those of earlier blocks of classes. Without `guarded`, an ignored row whose logits are not
-        finite gets NaN as its sum and has to be recomputed, and a row with an infinite logit gets a
-        wrong place of its maximum.
+        `places` are the classes of the maxima. With `marks`, only marked row tiles are computed.
+        In later blocks of classes, sums and grad_dot_logits are added to those of earlier blocks.
+
+        A row must be recomputed in two cases. Without `guarded`, an ignored row gets a sum of NaN
+        if one of its logits is NaN or inf. Without `marks`, a row gets a wrong place if its largest
+        logit is infinite.
         """
         programs = tiles.multiprocessors(self.device)
         results = (sums, means, grad_dot_logits, maxima, places)
@@ -106,9 +112,9 @@ class Exponentials:
             *self.sizes,
             **constants,
             SOFTCAP=self.softcap,
-            # With a branch, most half tiles would skip the comparison with the target, which takes
-            # longer than an exponential. But the branch takes registers, which a kernel with these
-            # options lacks.
+            # Comparing an element's class with the target takes longer than an exponential. A
+            # branch would let most half tiles skip this, but would take registers that a kernel
+            # with these options lacks.
             MASKED=self.softcap > 0 and grad_dot_logits is not None,  # decision 0012
             RECOMPUTE=marks is not None,
             BLOCK_C=tiles.BLOCK_C,
@@ -125,13 +131,13 @@ class Exponentials:
 
     @cached_property
     def _operand_tiles(self) -> tuple[Any, ...]:
-        """Return descriptors of both operands of each term; None for an absent term's."""
+        """Return tensor descriptors of each term's two operands, None for both if it is absent."""
         first, second = ((None, None) if term is None else tiles.described(term) for term in self.terms)
         return (*first, *second)
 
     @cached_property
     def _out_tiles(self) -> Any:
-        """Return a descriptor of E, or None where it is not stored."""
+        """Return a tensor descriptor of E, or None if E has no memory."""
         if self.exp_CB is None:
             return None
         return tiles.describe(self.exp_CB, tiles.BLOCK_C, tiles.BLOCK_B // 2)

@@ -1,10 +1,10 @@
-"""Compute exponentials on a Hopper GPU: the kernel of gemm_triton.py as a Gluon pipeline.
+"""Compute exponentials on a Hopper GPU, like gemm_triton.py, but with a GEMM pipelined in Gluon.
 
-The epilogue is the same function as in gemm_triton.py; the GEMM is that of engines/gemm/gluon.py.
-gemm.py chooses between the two.
+engines/gemm/gluon.py has the pipeline. The epilogue is gemm_triton.py's function. gemm.py chooses
+between the two kernels.
 
-Shapes: C tokens of a chunk, D features, R of a second, narrow term; B classes of a block, or all;
-lower case = one tile, h a half of its classes.
+Shapes: C tokens of a chunk, D features, R features of a second, narrow term; B classes of a block,
+or all; lower case = one warpgroup's rows of a tile, h half of a tile's classes.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def _load(
     operands, a_s, b_s, full, empty, counted, C, B, D,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands of all tiles, in the producer warp."""
+    """Load the operands of all tiles, as the producer warp."""
     x_CD, weight_BD, x_CR, weight_BR = operands
     count_ptr, first_place = counted
     tiles_c, tiles_b = gl.cdiv(counted_rows(count_ptr, first_place, C), 2 * HALF), gl.cdiv(B, WIDTH)
@@ -56,7 +56,7 @@ def _multiply_and_store(
     WHICH: gl.constexpr, STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply all tiles and run their epilogues, in one of the two consumer warpgroups."""
+    """Multiply all tiles and run their epilogues, as consumer warpgroup WHICH of two."""
     exp_CB, exp_s = out
     reference_C_ptr, target_C_ptr, softmax_coef_C_ptr, entropy_coef_C_ptr, factor_C_ptr = of_rows
     bias_B_ptr, scale_ptr = of_classes
@@ -102,9 +102,9 @@ def exponentials_kernel(
     STORE: gl.constexpr, GUARDED: gl.constexpr, ADD: gl.constexpr,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute the same as `exponentials_kernel` of exponentials/gemm_triton.py.
+    """Compute what the kernel of this name in gemm_triton.py does, without soft cap and marks.
 
-    Grid: one program per multiprocessor, which computes several tiles in turn.
+    Grid: one program per multiprocessor, which takes tiles in turn.
     """
     a_s, b_s, full, empty = ring(x_CD, weight_BD, STAGES, False)
     exp_s = None
@@ -137,7 +137,10 @@ def run(
     arguments: Sequence[Any],
     constants: dict[str, Any],
 ) -> None:
-    """Launch the kernel on one or two terms; the Triton kernel takes the same arguments."""
+    """Launch the kernel on the first term and, unless it is None, the second.
+
+    `arguments` are those of the Triton kernel from reference_C on, without marks.
+    """
     exponentials_kernel[(constants["PROGRAMS"],)](
         *(operand for term in terms for operand in pipeline.described(term)),
         None if exp_CB is None else pipeline.describe(exp_CB, pipeline.BLOCK_A // 2, pipeline.BLOCK_B // 2),

@@ -1,10 +1,14 @@
 """Compute exponentials in Triton: a GEMM whose epilogue stores exp(z - reference), not z.
 
-exponentials/engine.py has the formulas; gemm.py launches this kernel, or gemm_gluon.py's with the
-same epilogue.
+exponentials/engine.py has the formulas. gemm.py launches this kernel, or that of gemm_gluon.py,
+which has the same epilogue.
+
+A row tile is BLOCK_C rows of the chunk; a tile is BLOCK_B classes of a row tile. The epilogue runs
+on one half of a tile's classes after the other. For each half tile and row it stores the partial
+results, a matrix [half tiles, C]; other kernels reduce them over the half tiles.
 
 Shapes: C tokens of a chunk, D features, R features of a second, narrow term; B classes of a block,
-or all. Lower case: one tile; h: half of a tile's classes.
+or all; lower case = one tile, h half of its classes.
 """
 
 import triton
@@ -17,8 +21,8 @@ from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, t
 
 HUGE = tl.constexpr(1e38)
 LOG_2 = tl.constexpr(0.6931471805599453)
-# Replaces -inf as an exponent of 2. 2^-200 is 0 in float32, and 0 * -200 is 0 where 0 * -inf is NaN
-# (an excluded class has z = -inf).
+# Replaces smaller exponents of 2, such as -inf where z is -inf. 2^-200 is 0 in float32, and 0 times
+# -200 is 0, but 0 times -inf would be NaN.
 LOWEST = tl.constexpr(-200.0)
 
 
@@ -27,7 +31,7 @@ def product_of_tile(
     x_CD, weight_BD, x_CR, weight_BR, tile_c, tile_b, D,
     BLOCK_C: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of U, the sum of the products of one or two terms."""
+    """Return a tile of U, the product x weight^T of one term or the sum of those of two."""
     u_cb = tl.zeros((BLOCK_C, BLOCK_B), tl.float32)
     for start in range(0, D, BLOCK_D):
         x_cd = x_CD.load([tile_c * BLOCK_C, start])
@@ -41,7 +45,7 @@ def product_of_tile(
 
 @triton.jit
 def _others(exp_ch, columns, target_c, B):
-    """Return the exponentials with 0 at the target and beyond the last class."""
+    """Return the exponentials, with 0 at the target and beyond the last class."""
     return tl.where((columns[None, :] < B) & (columns[None, :] != target_c[:, None]), exp_ch, 0.0)
 
 
@@ -53,10 +57,11 @@ def epilogue(
     STORE: tl.constexpr, GUARDED: tl.constexpr, ADD: tl.constexpr, MASKED: tl.constexpr,
     RECOMPUTE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Run the epilogue of half a tile: store its partial sums, and return its part of E.
+    """Run the epilogue of a half tile: store its partial results, and return its part of E.
 
-    `part` is the number of the half among all halves of a row. exponentials_kernel explains the
-    pointers and options. Without STORE and sums E is not computed, and this returns u.
+    `first` is the first class of the half tile, and `part` its number among the half tiles of a
+    row. exponentials_kernel explains the pointers and options. If E is neither stored nor summed,
+    E is not computed, and the result has no meaning.
     """
     H: tl.constexpr = u_ch.shape[1]
     exp_ch = u_ch
@@ -66,15 +71,15 @@ def epilogue(
     beyond = first + H > B
     if bias_B_ptr is not None:
         u_ch += tl.load(bias_B_ptr + columns, mask=columns < B, other=0.0)[None, :]
-    # Take the inexact slope: the exact one would spill registers, and E is rounded to bfloat16.
+    # The exact slope would spill registers. The inexact one is enough, as E is rounded to bfloat16.
     z_ch, bend_ch = transformed(u_ch, scale, SOFTCAP, False)
     if max_ptr is not None:
         z_ch = tl.where(columns[None, :] < B, z_ch, -float("inf"))
         max_c = tl.max(z_ch, 1)
         tl.store(max_ptr + place, max_c, mask=rows < C)
         if argmax_ptr is not None:
-            # Find the first column of the maximum. Arithmetic runs on twice as many lanes as
-            # comparisons. (z - max) * HUGE - column is -column at the maximum and far less
+            # Find the first column of the maximum by arithmetic, which runs on twice as many lanes
+            # as comparisons. (z - max) * HUGE - column is -column at the maximum, and far less
             # elsewhere.
             if RECOMPUTE:
                 place_ch = tl.where(z_ch == max_c[:, None], columns[None, :], B - 1)
@@ -84,12 +89,13 @@ def epilogue(
                 argmax_c = -tl.max(score_ch, 1).to(tl.int32)
             tl.store(argmax_ptr + place, argmax_c, mask=rows < C)
         if mean_ptr is not None:
-            # Differences from a reference that is far away would lose their digits.
+            # Use the half tile's own maximum as reference. Differences from a distant reference
+            # would lose their digits.
             reference_c = tl.where(max_c == -float("inf"), 0.0, max_c)
     if STORE or sum_ptr is not None:
         shift_ch = (z_ch - reference_c[:, None]) * LOG2_E
         exp_ch = tl.exp2(shift_ch)
-        if mean_ptr is not None:  # beyond the last class z is -inf
+        if mean_ptr is not None:  # beyond the last class z is -inf, so E is 0 there already
             exp_ch = tl.where(columns[None, :] != target_c[:, None], exp_ch, 0.0)
         elif MASKED:
             exp_ch = _others(exp_ch, columns, target_c, B)
@@ -164,21 +170,24 @@ def exponentials_kernel(
 ):
     """Store E = exp(z - reference) in bfloat16 with 0 at the target, and partial sums in float32.
 
-    Before it is stored, E is multiplied by each element's own factor in the gradient (soft-cap
-    slope, entropy) and, with factor_C_ptr, by its row's factor. For each row and half tile, the
-    kernel computes those of these that have a pointer:
+    Before E is stored, each element is multiplied by its own factor in the gradient (the soft cap's
+    slope, the entropy's factor) and, with factor_C_ptr, by its row's factor. For each row and half
+    tile, the kernel stores the results whose pointer is given:
 
-        sum_ptr               sum of E
-        mean_ptr              sum of E (z - reference), where the reference is the half tile's
-                              largest z; needs max_ptr
-        grad_dot_logit_ptr    sum of E, with the elements' factors but not the row's, times u
+        sum_ptr               the sum of E without these factors
+        mean_ptr              the sum of E (z - reference), without these factors; needs max_ptr
+        grad_dot_logit_ptr    the sum of E u, with the elements' factors but not the row's; u is
+                              the product plus bias
         max_ptr, argmax_ptr   the largest z, and its class
 
-    ADD: add to the sums that earlier blocks of classes have stored. RECOMPUTE: compute only the row
-    tiles that are marked; marks_ptr[0] is 1 if any is, marks_ptr[1 + i] is not 0 if tile i is.
-    GUARDED: an ignored row, whose reference is infinite, adds 0 even if its logits are not finite.
-    MASKED: the target is excluded in every half tile, not only in those that hold one. Row tiles
-    without a row that counts (counted_rows.py) are left as they are.
+    With mean_ptr, the reference is the half tile's largest z, for the sum too.
+
+    ADD: add to the sums that earlier blocks of classes have stored. RECOMPUTE: compute only marked
+    row tiles; marks_ptr[0] is 1 if any is marked, marks_ptr[1 + i] is not 0 if row tile i is.
+    GUARDED: take the products of an ignored row, whose reference is infinite, as 0. Otherwise NaN
+    or inf among them would make its sums NaN. MASKED: look for the target in every half tile,
+    without a branch that skips half tiles without targets. Row tiles in which no row counts
+    (counted_rows.py) are not computed.
 
     Grid: one program per multiprocessor, which takes tiles in turn.
     """

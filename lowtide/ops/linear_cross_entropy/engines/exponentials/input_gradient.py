@@ -1,10 +1,10 @@
-"""Form rows of dX in one kernel that ends after the rows that count, in Triton.
+"""Form the rows of dX that count (counted_rows.py) in one Triton kernel, and skip ignored rows.
 
-exponentials/engine.py has the formula. cuBLAS takes about the same time if no row is ignored
-(decision 0056), but it cannot read the number of rows on the device.
+exponentials/engine.py has the formula. cuBLAS cannot read the number of rows that count, which only
+the device knows. If no row is ignored, cuBLAS takes about as long as this kernel (decision 0056).
 
-Shapes: N tokens, D features, V classes; C tokens of a chunk; lower case = one tile, q a quarter
-of its features.
+Shapes: N tokens, D features, V classes; C tokens of a chunk; lower case = one tile, q a quarter of
+its features.
 """
 
 import triton
@@ -18,7 +18,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halve
 
 BLOCK_C, BLOCK_D, BLOCK_V = 128, 256, 64
 STAGES, WARPS = 4, 8
-GROUP = 8  # row tiles that share a block of features of the weight while it is in the L2 cache
+GROUP = 8  # row tiles that read a block of the weight's features while it is in the L2 cache
 
 
 @remember_launches
@@ -30,9 +30,10 @@ def _input_gradient_product_kernel(
     PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute what row_kernels.py's `_input_gradient_kernel` does, with the product.
+    """Compute the product E W and the rows of dX from it.
 
-    Grid: one program per multiprocessor, which takes tiles in turn.
+    `_input_gradient_kernel` in row_kernels.py has the formula of a row. Grid: one program per
+    multiprocessor, which takes tiles in turn.
     """
     counted = counted_rows(count_ptr, first_place, C)
     tiles_c, tiles_d = tl.cdiv(counted, BLOCK_C), tl.cdiv(D, BLOCK_D)
@@ -53,7 +54,8 @@ def _input_gradient_product_kernel(
         ignored_c = tl.load(ignored_C_ptr + places, mask=inside, other=1) != 0
         scale_c = tl.load(row_scale_C_ptr + places, mask=inside, other=0.0)
         coef_c = tl.load(target_weight_coef_ptr + rows, mask=inside, other=0.0)
-        # A quarter at a time: what is loaded takes registers beside the sum.
+        # Take a quarter of the features at a time, because what is loaded takes registers beside
+        # the sum.
         halves_ch = halves(sum_cd)
         for part in tl.static_range(4):
             sum_cq = halves(halves_ch[part // 2])[part % 2]
@@ -84,7 +86,7 @@ def input_gradient(
     out_ND: Tensor,
     counted: CountedChunk,
 ) -> None:
-    """Write the rows of dX that count to their places in out_ND."""
+    """Write each row of dX that counts to its own row of out_ND."""
     (C, V), D, programs = exp_CV.shape, weight_VD.shape[1], multiprocessors(exp_CV.device)
     width = max(32, min(BLOCK_D, triton.next_power_of_2(D)))
     _input_gradient_product_kernel[(programs,)](

@@ -1,18 +1,20 @@
 """Form both gradients of one linear term of the head, chunk by chunk, in the exponentials engine.
 
-exponentials/engine.py has the formulas.
+exponentials/engine.py has the formulas, with the coefficients c (`row_scale`) and h
+(`target_weight_coef`) of each row.
 
-A chunk adds two terms to dW: the product of its exponentials and its scaled rows of X, and the rows
-of its targets. Its rows of dX are the product of its exponentials and the weight, plus the terms
-that `input_gradient` in row_kernels.py adds. Where rows are ignored, one kernel forms this product
-and these terms (input_gradient.py). The dW GEMM runs first, because its scaled rows of X lie in the
-memory where the rows of dX will be. In the last chunk dW is finished before dX, since to finish dW
-reads the scaled rows once more.
+A chunk adds two terms to dW: the product of its exponentials and its scaled rows c X, and the
+target rows, which are h X added at the targets. The chunk's rows of dX are the product of its
+exponentials and the weight, to which `input_gradient` in row_kernels.py applies c and adds the
+other terms. The GEMM of dW runs before that of dX, because the scaled rows lie in the memory where
+the rows of dX will be. The last chunk finishes dW before it writes dX, because finishing dW may
+read the scaled rows again.
 
-Where ignored rows come last, a chunk's rows of X are first gathered into that memory, at the
-chunk's places. Its rows of dX belong elsewhere: the place of a row that counts is its own number or
-less. So chunks are taken from the last places to the first, and a chunk overwrites no row of a
-chunk taken before. The memory of ignored rows is cleared at the end.
+If ignored rows come last (gemm/counted_rows.py), one kernel forms the chunk's rows of dX
+(input_gradient.py). The chunk's rows of X are first gathered into the memory of the scaled rows, at
+the chunk's places in that order. Each row of dX is written at the row's own number, which is never
+less than its place. Chunks are taken from the last places to the first. So what a chunk gathers
+overwrites no row of dX that was written before. Ignored rows of dX are cleared at the end.
 
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -37,11 +39,11 @@ if TYPE_CHECKING:
 
 
 TargetRows = tuple[Tensor, Tensor, Tensor, Tensor]
-"""X, the coefficient h of each row, a chunk's target classes in order, and the row of X of each."""
+"""X; h of each row of X; a chunk's target classes, sorted; and the row of X of each target."""
 
 
 class LinearTerm:
-    """Form the gradients of one linear term."""
+    """Form dX and dW of one linear term."""
 
     def __init__(
         self,
@@ -56,20 +58,21 @@ class LinearTerm:
     ) -> None:
         """Allocate the sums that label smoothing needs, and memory for scaled rows.
 
-        dx and sum are None for a gradient that is not formed here. `place` is the term's place in
-        the head.
+        `dx` is None if dX is not wanted, and `sum` is None if this class does not add up dW.
+        `place` is the term's place in the head.
         """
         self.operand, self.dx, self.sum, self.plan = operand, dx, sum, plan
         self.class_weight_V = class_weight_V
-        # The product for dX, summed over the blocks of classes so far; None if all blocks are
-        # stored.
+        # The chunk's product for dX, summed over the blocks of classes so far; None if the
+        # exponentials of all blocks are stored.
         self.product_CD: Tensor | None = None
-        self.scaled_CD: Tensor | None = None  # only if dX's memory cannot hold them
+        self.scaled_CD: Tensor | None = None  # scaled rows, if dX's memory cannot hold them
         lacks_room = dx is None or not plan.scales_in_gradient[place]
         if lacks_room and (sum is not None or plan.skips_ignored):
             self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
-        # Only with label smoothing: sum_v w_v W_v and sum_i smoothing_coef_i x_i. It adds nothing
-        # else to dX and dW.
+        # Label smoothing subtracts smoothing_coef_i total_weight from row i of dX, and
+        # w_v smoothing_row from row v of dW, where w_v is the class weight:
+        # total_weight = sum_v w_v W_v, smoothing_row = sum_i smoothing_coef_i x_i.
         self.total_weight_D: Tensor | None = None
         self.smoothing_row_D: Tensor | None = None
         if smoothing:
@@ -80,7 +83,7 @@ class LinearTerm:
             self.smoothing_row_D = torch.zeros_like(self.total_weight_D)
 
     def rows(self, rows: slice, counted: CountedChunk) -> Tensor:  # [C, D]
-        """Return the chunk's rows of X."""
+        """Return the chunk's rows of X, gathered if ignored rows come last."""
         if counted.row_C is None:
             return self.operand.rows(rows)
         x_CD = self._scaled_rows(rows)
@@ -100,7 +103,10 @@ class LinearTerm:
         counted: CountedChunk,
         **first: Tensor | None,
     ) -> None:
-        """Write this term's part of the target logits; `first` is what the first term writes."""
+        """Write this term's part of the target logits to logit_C.
+
+        `first` holds more results of `target_logits` in row_kernels.py: references, and marks.
+        """
         row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C, logit_C, counted=counted, **first)
 
     def sum_of_logits(self, x_CD: Tensor) -> Tensor:
@@ -109,9 +115,10 @@ class LinearTerm:
         return sum_of_products(self.total_weight_D[None], x_CD.t())[0]
 
     def add_block(self, e_CB: Tensor, classes: slice, marks: Tensor | None) -> None:
-        """Add a block of classes to the chunk's rows of dX, before the next block overwrites it.
+        """Add the product of a block of classes to the chunk's product for dX.
 
-        `marks` says which row tiles are to be recomputed.
+        The next block overwrites the exponentials of this one. With `marks`, compute only marked
+        row tiles.
         """
         if self.dx is None:
             return
@@ -136,11 +143,11 @@ class LinearTerm:
         first: bool,
         last: bool,
     ) -> None:
-        """Add the chunk to dW; the last chunk finishes it.
+        """Add the chunk's two terms to dW; with the last chunk, finish dW.
 
-        The target rows are added right after the chunk's GEMM. For a frequent class of a trained
-        model, the two terms nearly cancel. The rounding of a sum of one of them alone would be
-        larger than their difference.
+        The target rows are added right after the chunk's product, because the two terms nearly
+        cancel for a frequent class of a trained model. A sum of all products alone would be
+        rounded by more than the difference that is left.
         """
         if self.smoothing_row_D is not None:
             self.smoothing_row_D += sum_of_products(row.smoothing_coef_N[None], x_CD)[0]
@@ -156,7 +163,7 @@ class LinearTerm:
 
     @property
     def reads_all_rows(self) -> bool:
-        """Return True if the GEMM of dW reads rows that do not count, which then must be finite."""
+        """Return True if the GEMM of dW reads rows that do not count, so these must be finite."""
         return self.sum is not None and not self.sum.ends_early
 
     def _scaled_rows(self, rows: slice) -> Tensor:  # [C, D]
@@ -168,7 +175,7 @@ class LinearTerm:
     def finish_products(
         self, sum: WeightAccumulator, target_weight_coef_N: Tensor, targets: tuple[Tensor, Tensor]
     ) -> None:
-        """Finish dW after all products are added: add target rows, subtract smoothing."""
+        """Add the target rows to dW and subtract the smoothing term, after all products."""
         sum.add_target_rows(self.operand.input, target_weight_coef_N, *targets)
         self._subtract_smoothing(sum)
 
@@ -185,10 +192,7 @@ class LinearTerm:
         target_weight_coef_N: Tensor,
         counted: CountedChunk,
     ) -> None:
-        """Compute the chunk's rows of dX in the memory of the scaled rows that dW has read.
-
-        Where ignored rows come last, one kernel forms those that count.
-        """
+        """Compute the chunk's rows of dX, after dW's GEMM has read the scaled rows."""
         if self.dx is None:
             return
         if counted.row_C is not None:
@@ -219,9 +223,9 @@ class LinearTerm:
         target_weight_coef_C: Tensor,
         factor: Tensor | None,
     ) -> None:
-        """Write the chunk's rows of dX times a factor, some at a time.
+        """Write the chunk's rows of dX times a factor, plan.product_rows rows at a time.
 
-        `computed`: the exponentials [C, B] of each block of classes, and these classes.
+        `computed` holds the exponentials [C, B] of each block of classes, and these classes.
         """
         sum_CD, self.product_CD = self.product_CD, None
         for piece in blocks(out_CD.shape[0], self.plan.product_rows):
@@ -235,7 +239,7 @@ class LinearTerm:
                 product_CD = sum_CD[piece]
             of_rows = of_piece, row_scale_C[piece], target_weight_coef_C[piece]
             self.rows_of_product(product_CD, out_CD[piece], *of_rows, factor)
-            del product_CD  # free it before the next product is made
+            del product_CD  # free it before the next product is allocated
 
     def rows_of_product(
         self,
@@ -246,7 +250,7 @@ class LinearTerm:
         target_weight_coef_C: Tensor,
         factor: Tensor | None = None,
     ) -> None:
-        """Write rows of dX times a factor from a GEMM's result, which may lie in dX's memory."""
+        """Write rows of dX times a factor to out_CD from their product, which may be out_CD."""
         row_kernels.input_gradient(
             product_CD,
             self.operand.weight_VD,

@@ -1,11 +1,12 @@
 """Hold the memory of exponentials: a buffer of the workspace, or the weight gradient's own memory.
 
-With class blocks ("class_blocks") the rows of dW of a block of B classes are formed last, and at
-once. Until then their memory holds exponentials: in the sweep over tokens those of a chunk, and
-from its last chunks on those of the block's classes for the last R tokens, [R, B], which are not
-computed again. R is D where both have two bytes a number (decision 0064).
+With class blocks ("class_blocks"), dW is formed in a second sweep over the tokens, one block of B
+classes at a time. In the first sweep dW's memory is free, and holds the exponentials of a chunk.
+Those of the last R tokens stay there for the second sweep: where a block's rows of dW will be, [R,
+B] exponentials of its classes are stored. The second sweep computes those of all other tokens
+again. R is at most D if exponentials and dW both have two bytes per number (decision 0064).
 
-Shapes: V classes; C tokens of a chunk, B classes of a block; R tokens that are stored.
+Shapes: D features, V classes; C tokens of a chunk, B classes of a block; R tokens that are stored.
 """
 
 from torch import Tensor
@@ -14,18 +15,18 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
 
 class ExponentialsMemory:
-    """Return where exponentials lie, with rows of whole vectors (decision 0053)."""
+    """Divide memory into matrices of exponentials, with rows of whole vectors (decision 0053)."""
 
     def __init__(self, flat: Tensor, classes: int) -> None:
-        """Take memory of one dimension, divided evenly among classes where tokens are stored."""
+        """Take memory of one dimension; where tokens are stored, each class has an equal part."""
         self.flat, self.of_a_class = flat, flat.shape[0] // classes
 
     def chunk(self, tokens: int, classes: int) -> Tensor:  # [C, B]
-        """Return memory for a chunk; another chunk overwrites it."""
+        """Return memory for a chunk, which all chunks share."""
         return _matrix(self.flat, slice(0, tokens), classes)
 
     def stored(self, rows: slice, classes: slice) -> Tensor:  # [C, B]
-        """Return the memory of these stored tokens, in that of a block's classes."""
+        """Return the memory of these stored tokens and a block's classes; `rows` counts from 0."""
         of_block = self.flat[classes.start * self.of_a_class : classes.stop * self.of_a_class]
         return _matrix(of_block, rows, classes.stop - classes.start)
 

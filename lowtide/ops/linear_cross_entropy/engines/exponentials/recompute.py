@@ -1,11 +1,15 @@
-"""Reduce the partial sums of half tiles, and recompute the row tiles that are marked, in Triton.
+"""Reduce the partial results of half tiles, mark row tiles, and recompute marked ones, in Triton.
 
-A row tile is marked if the reference of one of its rows was too low or infinite. Marks are
-[1 + row tiles]: whether any tile is marked, then the same for each. `target_logits` in
-row_kernels.py clears them.
+A row tile is marked if the sum of one of its rows is too large or NaN: then the row's reference was
+too low or not finite. For log-probabilities, a row tile is marked if the largest logit of a row is
+not finite. gemm_triton.py computes the exponentials of marked row tiles again, and
+`recomputed_product` their product for dX.
 
-Shapes: C tokens of a chunk, T halves of tiles, B classes of a block, D features; lower case = one
-tile.
+Marks are int32 numbers, 1 + one for each row tile: the first is 1 if any row tile is marked, the
+others are 1 where their own is. `target_logits` in row_kernels.py clears them.
+
+Shapes: C tokens of a chunk, T half tiles of a row, B classes of a block, D features; lower case =
+one tile.
 """
 
 import torch
@@ -24,13 +28,13 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe
 LARGEST_SUM = tl.constexpr(row_math.LARGEST_SUM)
 BLOCK_D, BLOCK_B = 128, 64
 STAGES, WARPS = 3, 8
-# Rows and partial sums that a program reduces at a time.
+# Rows that a program reduces, and partial results of a row that it reads at a time.
 REDUCED_ROWS, REDUCED_PARTS = 32, 128
 
 
 @triton.jit
 def reduced(partials_TC_ptr, rows, T, C, LARGEST: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Return the sum or maximum of the partial results of these rows."""
+    """Return the sum (the maximum, if LARGEST) of each row's partial results."""
     NEUTRAL: tl.constexpr = -float("inf") if LARGEST else 0.0
     result_tc = tl.full((BLOCK_T, BLOCK_C), NEUTRAL, tl.float32)
     for start in range(0, T, BLOCK_T):
@@ -50,9 +54,8 @@ def _sum_kernel(
 ):  # fmt: skip
     """Add up the partial sums of each row. Grid: (C / BLOCK_C,).
 
-    MARK: mark the row tile if a sum is too large or NaN. Otherwise, with marks, a program returns
-    at once if its row tile is not marked, which is nearly always so. The sum of rows that do not
-    count is 0.
+    MARK: mark the row tile if a sum is too large or NaN. If marks are given without MARK, add up
+    only in marked row tiles, of which there are nearly always none. Rows that do not count get 0.
     """
     first = tl.program_id(0) * BLOCK_C
     T = tl.where(first < counted_rows(count_ptr, first_place, C), T, 0)
@@ -67,8 +70,8 @@ def _sum_kernel(
         sum_c = reduced(partials_TC_ptr, rows, T, C, False, BLOCK_C, BLOCK_T)
         tl.store(out_C_ptr + rows, sum_c, mask=rows < C)
         if MARK:
-            far = tl.max(tl.where(sum_c <= LARGEST_SUM, 0, 1), 0)  # NaN is not less
-            if far != 0:  # all programs of a tile store the same
+            far = tl.max(tl.where(sum_c <= LARGEST_SUM, 0, 1), 0)  # 1 for NaN too
+            if far != 0:  # the programs of a row tile may all store, since they store the same
                 tl.store(marks_ptr, 1)
                 tl.store(mark_ptr, 1)
 
@@ -81,9 +84,9 @@ def _references_kernel(
 ):  # fmt: skip
     """Replace the reference of a row whose sum is too large or NaN. Grid: (C / BLOCK_C,).
 
-    The new one is the row's largest logit, or 0 if all are -inf: then S is 0, as it is of a rank
-    whose classes are all excluded. Ignored rows keep theirs, and so do row tiles that are not
-    marked.
+    The new reference is the row's largest logit, or 0 if all logits are -inf, as on a rank whose
+    classes are all excluded; the row's sum is then 0. Ignored rows and rows of unmarked row tiles
+    keep their references.
     """
     first = tl.program_id(0) * BLOCK_C
     if tl.load(marks_ptr + 1 + first // HEIGHT) != 0:
@@ -102,9 +105,9 @@ def _mark_infinite_kernel(
     maxima_TC_ptr, ignored_C_ptr, marks_ptr, T, C,
     HEIGHT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Mark the row tile if a row's largest logit is infinite. Grid: (C / BLOCK_C,).
+    """Mark the row tile if the largest logit of a row is not finite. Grid: (C / BLOCK_C,).
 
-    Ignored rows do not count.
+    Ignored rows mark nothing.
     """
     first = tl.program_id(0) * BLOCK_C
     rows = first + tl.arange(0, BLOCK_C)
@@ -131,7 +134,10 @@ def _recomputed_product_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute sum (+)= exp weight in marked row tiles. Grid: (C / BLOCK_C, D / BLOCK_D)."""
+    """Write exp weight to the sum in marked row tiles. Grid: (C / BLOCK_C, D / BLOCK_D).
+
+    ADD: add it to the sum instead.
+    """
     tile_c, tile_d = tl.program_id(0), tl.program_id(1)
     if tl.load(marks_ptr + 1 + tile_c) != 0:
         sum_cd = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
@@ -149,12 +155,12 @@ def _recomputed_product_kernel(
 
 
 def marks_memory(rows_C: Tensor) -> Tensor:
-    """Return memory for the marks of a chunk's row tiles."""
+    """Return uninitialised memory for the marks of a chunk's row tiles."""
     return rows_C.new_empty(1 + cdiv(rows_C.shape[0], tiles.BLOCK_C), dtype=torch.int32)
 
 
 def mark_infinite(maxima_TC: Tensor, ignored_C: Tensor, marks: Tensor) -> None:
-    """Mark the row tiles that have a row, not ignored, whose largest logit is infinite."""
+    """Mark row tiles with a row that is not ignored and whose largest logit is not finite."""
     T, C = maxima_TC.shape
     grid, options = reducing(C)
     _mark_infinite_kernel[grid](maxima_TC, ignored_C, marks, T, C, **options)
@@ -168,9 +174,9 @@ def add_partials(
     mark: bool = False,
     counted: CountedChunk = ALL,
 ) -> None:
-    """Write the sum over half tiles to out; with `marks`, in marked row tiles only.
+    """Write each row's sum of partial sums to out_C; with `marks`, in marked row tiles only.
 
-    With `mark`, write it in all row tiles, and mark those of which a sum is too large or NaN.
+    With `mark`, write it in all row tiles, and mark those in which a sum is too large or NaN.
     """
     T, C = partials_TC.shape
     grid, options = reducing(C)
@@ -182,16 +188,19 @@ def add_partials(
 def replace_references(
     maxima_TC: Tensor, sum_C: Tensor, ignored_C: Tensor, reference_C: Tensor, marks: Tensor
 ) -> None:
-    """Write a row's largest logit to reference_C where its sum is too large or NaN."""
+    """Replace references by the largest logit in rows whose sum is too large or NaN.
+
+    `_references_kernel` has the exceptions.
+    """
     T, C = maxima_TC.shape
     grid, options = reducing(C)
     _references_kernel[grid](maxima_TC, sum_C, ignored_C, reference_C, marks, T, C, **options)
 
 
 def reducing(C: int) -> tuple[tuple[int], dict[str, int]]:
-    """Return the grid and the options of a kernel that calls `reduced`.
+    """Return the grid and the options of a kernel that reduces partial results.
 
-    They are the same for all of them, so that sums of the same numbers have the same bits.
+    All such kernels add in the same order, so that sums of the same numbers have the same bits.
     """
     rows = min(REDUCED_ROWS, tiles.BLOCK_C)
     options = {"HEIGHT": tiles.BLOCK_C, "BLOCK_C": rows, "BLOCK_T": REDUCED_PARTS, "num_warps": 8}
@@ -201,7 +210,7 @@ def reducing(C: int) -> tuple[tuple[int], dict[str, int]]:
 def recomputed_product(
     sum_CD: Tensor, exp_CB: Tensor, weight_BD: Tensor, marks: Tensor, *, add: bool
 ) -> None:
-    """Compute the product again in row tiles that are marked; the tiles are gemm/triton.py's."""
+    """Write exp_CB weight_BD to sum_CD in marked row tiles; with `add`, add it."""
     (C, B), D, height = exp_CB.shape, weight_BD.shape[1], tiles.BLOCK_C
     _recomputed_product_kernel[(cdiv(C, height), cdiv(D, BLOCK_D))](
         describe(exp_CB, height, BLOCK_B),

@@ -1,10 +1,10 @@
 """Compute each row's coefficients from its sums, in one Triton kernel, for the exponentials engine.
 
-The kernel computes log(1 / p_t) and the coefficients c and h of the gradient
-(exponentials/engine.py has the formulas). It handles a chunk in one launch; plain torch would take
-two dozen. It also adds up the sums of the row tiles that were recomputed.
+The kernel computes lse - z_t of each row, and the coefficients c and h of the row's gradient
+(exponentials/engine.py has the formulas). It also adds up the partial sums of recomputed row tiles.
+It handles a chunk in one launch, where plain torch would take two dozen.
 
-Shapes: C tokens of a chunk, T halves of tiles.
+Shapes: C tokens of a chunk, T half tiles of a row.
 """
 
 import triton
@@ -33,8 +33,8 @@ def _coefficients_kernel(
 ):  # fmt: skip
     """Compute c and h of G = c E + h [v = t], and lse - z_t if wanted. Grid: (C / BLOCK_C,).
 
-    If there are partial sums, those of marked row tiles are added up first. h is stored in the
-    order of the rows, and everything else in the order of the rows' places (counted_rows.py).
+    If partial sums are given, add up those of marked row tiles first. h is stored at each row's own
+    number, and all other results at the row's place (counted_rows.py).
     """
     first = tl.program_id(0) * BLOCK_C
     rows = first + tl.arange(0, BLOCK_C)
@@ -88,9 +88,10 @@ def coefficients(
     partials_TC: Tensor | None,
     marks: Tensor | None,
 ) -> None:
-    """Write c to row_scale_C and h to the rows of target_weight_coef; with `take_nll`, nll too.
+    """Write c to row_scale_C and h to target_weight_coef.
 
-    partials_TC are sums to add up first, in marked row tiles.
+    With `take_nll`, write lse - z_t to stat.nll_N. If partials_TC is given, add up its partial sums
+    in marked row tiles first, and write them to stat.sum_N.
     """
     C, T = logit_C.shape[0], 0 if partials_TC is None else partials_TC.shape[0]
     grid, options = reducing(C)

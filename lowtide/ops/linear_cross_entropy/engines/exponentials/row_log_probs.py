@@ -1,10 +1,10 @@
-"""Combine what half tiles found into the rows' log-probabilities and entropies, in Triton.
+"""Combine the half tiles' results into statistics for log-probabilities and entropies, in Triton.
 
-Each half tile has sums relative to its own largest logit m: sum exp(z - m) and
-sum exp(z - m) (z - m), both without the target. One launch handles a chunk; plain
-torch would take two dozen.
+Each half tile has two sums relative to its own largest logit m: sum exp(z - m) and
+sum exp(z - m) (z - m), both without the target. One launch handles a chunk, where plain torch would
+take two dozen.
 
-Shapes: C tokens of a chunk, T halves of tiles; lower case = one tile.
+Shapes: C tokens of a chunk, T half tiles of a row; lower case = one tile.
 """
 
 import triton
@@ -17,7 +17,9 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, Coun
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 
-LOWEST = tl.constexpr(-200.0)  # exp of it is 0; finite where a half has only the target or nothing
+# Replaces smaller differences m - r, such as -inf if m is -inf. exp(-200) is 0 in float32, and 0
+# times -200 is 0, but 0 times -inf would be NaN.
+LOWEST = tl.constexpr(-200.0)
 
 
 @remember_launches
@@ -29,7 +31,8 @@ def _log_probs_kernel(
 ):  # fmt: skip
     """Compute r, S, sum p (z - r) and the class of the largest logit. Grid: (C / BLOCK_C,).
 
-    Rows that do not count get r = z_t and S = 0.
+    r is the row's largest logit, and S = sum exp(z - r) without the target. A program whose rows
+    all do not count reads no results of half tiles, and stores r = z_t and S = 0.
     """
     first = tl.program_id(0) * BLOCK_C
     T = tl.where(first < counted_rows(count_ptr, first_place, C), T, 0)
@@ -50,8 +53,8 @@ def _log_probs_kernel(
     argmax_c = tl.min(tl.where(max_tc == max_c[None, :], argmax_tc, 2147483647), 0)
     logit_c = tl.load(logit_C_ptr + rows, mask=inside, other=0.0)
     target_c = tl.load(target_C_ptr + rows, mask=inside, other=0)
-    # The target's logit comes from another kernel's sum. If it is the largest, r must be exactly
-    # that number, so that nll = log(1 + S) holds.
+    # Another kernel has computed logit_c, and rounded it differently. If the target's logit is the
+    # largest, r must be exactly logit_c, so that lse - z_t = log(1 + S).
     max_c = tl.where((argmax_c == target_c) | (T == 0), logit_c, max_c)
     sum_tc = tl.full((BLOCK_T, BLOCK_C), 0.0, tl.float32)
     mean_tc = tl.full((BLOCK_T, BLOCK_C), 0.0, tl.float32)
@@ -61,7 +64,7 @@ def _log_probs_kernel(
         place_tc = parts[:, None].to(tl.int64) * C + rows[None, :]
         more_tc = tl.load(max_TC_ptr + place_tc, mask=mask_tc, other=-float("inf"))
         shift_tc = more_tc - max_c[None, :]
-        shift_tc = tl.where(shift_tc < LOWEST, LOWEST, shift_tc)  # NaN stays
+        shift_tc = tl.where(shift_tc < LOWEST, LOWEST, shift_tc)  # keeps NaN
         part_tc = tl.load(sum_TC_ptr + place_tc, mask=mask_tc, other=0.0)
         part_mean_tc = tl.load(mean_TC_ptr + place_tc, mask=mask_tc, other=0.0) + part_tc * shift_tc
         factor_tc = tl.exp(shift_tc)
@@ -84,7 +87,7 @@ def combine(
     logit_C: Tensor,
     counted: CountedChunk = ALL,
 ) -> None:
-    """Write max_N, sum_N, mean_N and argmax_N of the half tiles' partial results."""
+    """Write max_N, sum_N, mean_N and argmax_N of `stat` from the half tiles' partial results."""
     T, C = partials["maxima"].shape
     grid, options = reducing(C)
     _log_probs_kernel[grid](

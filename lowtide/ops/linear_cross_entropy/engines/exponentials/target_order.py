@@ -1,6 +1,6 @@
-"""Sort the targets of each chunk by class, so that the rows of a class are added in one place.
+"""Sort the targets of each chunk by class, so that one program can add all rows of a class.
 
-Shapes: N tokens, V classes.
+Shapes: N tokens, V classes; lower case = one tile, m the rows that a tile is compared with.
 """
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 from lowtide.core.kernels.backend import cdiv
 from lowtide.core.kernels.launch import remember_launches
 
-# A kernel finds the place of each row by counting the rows that come before it. That is one launch,
-# where torch takes about ten, but its time grows with the square of a chunk's rows. With this many,
-# it is an estimated 10 microseconds, as long as a sort.
+# The most rows of a chunk for which the kernel sorts; beyond it, torch does. The kernel finds a
+# row's place by counting the rows that come before it. It takes one launch, where torch takes about
+# ten, but its time grows with the square of the rows. With this many rows it takes an estimated 10
+# microseconds, as long as a sort by torch.
 COUNTED_ROWS = 4096
 BLOCK, WIDTH = 32, 128
 
@@ -24,7 +25,7 @@ def _order_kernel(
     target_N_ptr, ignored_N_ptr, class_N_ptr, order_N_ptr, N, V, chunk,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the classes of each chunk in order, and their rows. Grid: (chunks, chunk / BLOCK)."""
+    """Write each chunk's target classes, sorted, and their rows. Grid: (chunks, chunk / BLOCK)."""
     start = tl.program_id(0) * chunk
     end = tl.minimum(start + chunk, N)
     row_n = start + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -48,7 +49,7 @@ def _class_of(target_N_ptr, ignored_N_ptr, rows, end, V):
 
 
 def sorted_targets(target_N: Tensor, ignored_N: Tensor, V: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the target classes of each chunk of `rows` rows in order, and their rows.
+    """Return the target classes of each chunk of `rows` rows, sorted, and the row of each.
 
     Rows of the same class keep their order. Ignored rows have class V, so they come last.
     """
