@@ -1,9 +1,9 @@
-"""Hold what all GEMM kernels of the engines share; each kernel adds an epilogue of its own.
+"""Hold what the GEMM kernels of the engines share; each kernel adds its own epilogue.
 
-Modules; only counted_rows_triton imports another, counted_rows:
+Modules (counted_rows_triton imports counted_rows; there are no other imports among them):
 
-triton               order of tiles, their halves, tensor descriptors; Gluon kernels use them too
+triton               order and halves of tiles, tensor descriptors; Gluon kernels use them too
 gluon                pipelined GEMMs on Hopper in Gluon: one producer warp, two consumer warpgroups
 counted_rows         an order of rows in which ignored ones come last
-counted_rows_triton  the kernel that makes it, and what others read of it
+counted_rows_triton  the kernel that computes this order, and functions by which kernels read it
 """

@@ -1,8 +1,11 @@
-"""Hold an order of a call's rows in which ignored ones come last, made on the device.
+"""Hold an order of a call's rows in which ignored ones come last, so that kernels can skip them.
 
-Only the device knows how many rows count. Kernels read this number there and end after so many
-rows. So ignored rows take no time, and the host does not wait for the device.
-counted_rows_triton.py makes the order.
+A row counts if its target is not ignored. A row's place is its position in this order. Chunks are
+ranges of places, and rows are the row numbers at these places.
+
+Only the device knows how many rows count. Kernels read that number and end after that many rows. So
+ignored rows take nearly no time, and the host does not wait for the device. counted_rows_triton.py
+computes the order.
 
 Shapes: N tokens; C tokens of a chunk.
 """
@@ -13,16 +16,16 @@ from torch import Tensor
 
 
 class CountedChunk(NamedTuple):
-    """Hold the arguments by which kernels find a chunk's rows; without a number, all rows count."""
+    """Hold the arguments by which kernels find a chunk's rows."""
 
-    row_C: Tensor | None = None
-    number: Tensor | None = None  # [1]
+    row_C: Tensor | None = None  # the row at each place; None if rows keep their order
+    number: Tensor | None = None  # how many rows of the call count, [1]; None if all do
     first_place: int = 0
 
     def of(self, matrix: Tensor, rows: slice) -> Tensor:
-        """Return the matrix [N, ...], in which kernels find the chunk's rows by their order.
+        """Return the whole of `matrix` [N, ...], in which row_C tells kernels the chunk's rows.
 
-        If all rows count, return the chunk's rows alone.
+        If rows keep their order, return only the chunk's rows of `matrix`.
         """
         return matrix[rows] if self.row_C is None else matrix
 
@@ -35,7 +38,7 @@ class CountedRows(NamedTuple):
     place_N: Tensor
     """The place of each row."""
     number: Tensor
-    """The number of rows that count, or 1 if none does, int32 [1]."""
+    """The number of rows that count, or 1 if none counts; int32 [1]."""
 
     def chunk(self, rows: slice) -> CountedChunk:
         """Return the chunk of these places."""

@@ -1,8 +1,10 @@
-"""Order the rows of a call with ignored ones last, and tell kernels where rows lie, in Triton.
+"""Compute an order of a call's rows in which ignored ones come last, and read it, in Triton.
 
-counted_rows.py says what for. Rows keep their order otherwise.
+counted_rows.py says what this order is for. Rows that count keep their order, and so do ignored
+rows.
 
-Shapes: N tokens; C tokens of a chunk.
+Shapes: N tokens; C tokens of a chunk; lower case = one tile, b the labels that a program
+orders, w those that it counts at a time.
 """
 
 import torch
@@ -13,13 +15,13 @@ from torch import Tensor
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedRows
 
-# Labels that a program orders, and labels that it counts at a time.
+# Labels that a program orders, labels that it counts at a time, and warps of a program.
 BLOCK, WIDTH, WARPS = 1024, 4096, 8
 
 
 @triton.jit
 def counted_rows(count_ptr, first_place, C):
-    """Return how many of a chunk's C rows count. They are its first ones."""
+    """Return how many of a chunk's C rows count; these are its first rows."""
     if count_ptr is None:
         return C
     else:
@@ -28,7 +30,7 @@ def counted_rows(count_ptr, first_place, C):
 
 @triton.jit
 def row_at(row_C_ptr, places, inside):
-    """Return the rows at these places of a chunk; without a pointer they are the places."""
+    """Return the rows at these places of a chunk; without row_C_ptr, the places."""
     if row_C_ptr is None:
         return places
     else:
@@ -43,7 +45,7 @@ def _order_rows_kernel(
 ):  # fmt: skip
     """Write the rows in order, the place of each, and the count. Grid: (N / BLOCK,).
 
-    Each program counts all rows, which takes less time than to wait for another one.
+    Each program counts all rows itself, which takes less time than waiting for other programs.
     """
     first = tl.program_id(0) * BLOCK
     total_w = tl.zeros((WIDTH,), tl.int32)
@@ -70,7 +72,7 @@ def _counts(label_N_ptr, rows, N, label_stride, ignore_index):
 
 
 def order_rows(label_N: Tensor, ignore_index: int) -> CountedRows:
-    """Return the order of rows with these labels."""
+    """Return the order of the rows, those with the label `ignore_index` last."""
     N = label_N.shape[0]
     row_N, place_N = torch.empty(2, N, dtype=torch.long, device=label_N.device)
     count = torch.empty(1, dtype=torch.int32, device=label_N.device)

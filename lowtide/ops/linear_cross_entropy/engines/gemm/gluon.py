@@ -2,16 +2,17 @@
 
 One TMA producer warp loads tiles. Two consumer warpgroups multiply 64 rows of a tile each, and each
 runs its own epilogue. The warpgroups do not wait for each other, so the epilogue of one overlaps
-the products of the other. In kernels of Triton itself all warps run together, so nothing overlaps
-(decision 0039).
+the products of the other. In a Triton kernel all warps of a tile advance together, so nothing
+overlaps (decision 0039).
 
-Tiles pass through a ring of stages in shared memory. A stage holds BLOCK_A rows of one operand, in
-two halves, and BLOCK_B rows of the other, for BLOCK_K of the inner dimension. A kernel may also
+Operands pass through a ring of stages in shared memory. A stage holds BLOCK_A rows of one operand,
+in two halves, and BLOCK_B rows of the other, for BLOCK_K of the inner dimension. A kernel may also
 use a stage for other data that its epilogue reads. The producer and each consumer count in `step`
-how many stages they have used; the current one is step % STAGES.
+the stages that they have used; the next one is step % STAGES. Each stage has two barriers: "full"
+is reached when the stage is loaded, "empty" when both consumers have released it.
 
 lowtide/core/kernels/backend.py says where this runs. Triton's interpreter does not support Gluon,
-so each epilogue is written as a function that works in both languages.
+so each epilogue is a function that works in both languages.
 """
 
 import functools
@@ -32,8 +33,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK_A, BLOCK_B, BLOCK_K = 128, 256, 64
 STAGES = 4
-WARPS = 4  # of one consumer warpgroup; those of the other consumer and the producer are added
-REGISTERS = (232, 40)  # per thread: of the second consumer warpgroup, and of the producer
+WARPS = 4  # of the first consumer warpgroup; Gluon adds those of the second and of the producer
+REGISTERS = (232, 40)  # per thread, of the second consumer warpgroup and of the producer
 
 # Two functions were renamed in Triton 3.7.
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -51,7 +52,7 @@ DTYPES = {
 }
 
 
-@functools.cache  # Triton takes 10 microseconds to compute it
+@functools.cache  # Triton takes 10 microseconds to compute a layout
 def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], DTYPES[dtype])
 
@@ -80,17 +81,17 @@ def view(buffer, dtype, shape, layout, _semantic=None):
 
 @tl.core.builtin
 def pack_args(*arguments, _semantic=None):
-    """Pack kernel arguments into a tuple for a warp group; None is wrapped as a constexpr."""
+    """Pack kernel arguments into a tuple for a warpgroup, with each None as a constexpr."""
     return tl.tuple([tl.constexpr(None) if each is None else each for each in arguments])
 
 
 @gluon.jit
 def ring(a, b, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """Allocate the ring's memory for tiles of two descriptors, and its barriers "full" and "empty".
+    """Allocate the ring's memory for two operands, given by descriptors, and its barriers.
 
     TRANSPOSED: both operands are stored [inner, outer], so each tile is transposed.
     """
-    # With boxes of other sizes, other numbers of bytes would arrive than the barriers wait for.
+    # `load_tiles` tells the barriers how many bytes to wait for, which only these boxes have.
     K: gl.constexpr = 0 if TRANSPOSED else 1
     gl.static_assert(a.block_shape[K] == DEPTH and a.block_shape[1 - K] == HALF)
     gl.static_assert(b.block_shape[K] == DEPTH and b.block_shape[1 - K] == WIDTH)
@@ -108,7 +109,7 @@ def ring(a, b, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
 
 @gluon.jit
 def acquire_empty(empty, step, STAGES: gl.constexpr):
-    """Wait, in the producer, until no consumer reads the next stage, and return its number."""
+    """Wait, as the producer, until the next stage is empty; return its number."""
     stage = step % STAGES
     mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
     return stage
@@ -118,7 +119,7 @@ def acquire_empty(empty, step, STAGES: gl.constexpr):
 def load_tiles(
     a, b, row_a, row_b, k, a_s, b_s, full, empty, step, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr
 ):  # fmt: skip
-    """Load the operands of one stage."""
+    """Load one stage of operands, as the producer, and return the next step."""
     stage = acquire_empty(empty, step, STAGES)
     mbarrier.expect(full.index(stage), (2 * HALF + WIDTH) * DEPTH * 2)
     for half in gl.static_range(2):
@@ -137,7 +138,10 @@ def load_tiles(
 def load_product(
     x, weight, other_x, other_weight, row, first, D, a_s, b_s, full, empty, step, STAGES: gl.constexpr
 ):  # fmt: skip
-    """Load all operands of a tile, features along their columns; a second term takes one stage."""
+    """Load the operands of a tile, whose columns are features, and return the next step.
+
+    A second term takes one stage.
+    """
     for k in range(0, D, DEPTH):
         step = load_tiles(x, weight, row, first, k, a_s, b_s, full, empty, step, STAGES, False)
     if other_x is not None:
@@ -147,7 +151,7 @@ def load_product(
 
 @gluon.jit
 def store_tile(tile, tile_s, out, place):
-    """Store a tile through shared memory, once the stores before it have read that memory."""
+    """Store a tile through tile_s, after earlier stores have read from that shared memory."""
     tma.store_wait(0)
     tl.debug_barrier()
     tile_s.store(tile)
@@ -158,7 +162,7 @@ def store_tile(tile, tile_s, out, place):
 
 @gluon.jit
 def await_stage(full, step, STAGES: gl.constexpr):
-    """Wait, in a consumer, until the next stage is loaded, and return its number."""
+    """Wait, as a consumer, until the next stage is loaded; return its number."""
     stage = step % STAGES
     mbarrier.wait(full.index(stage), step // STAGES & 1)
     return stage
@@ -166,7 +170,10 @@ def await_stage(full, step, STAGES: gl.constexpr):
 
 @gluon.jit
 def release(empty, step, condition, STAGES: gl.constexpr):
-    """Release the stage before `step`, when all warps of the consumer have finished with it."""
+    """Release the stage of the step before, after all warps of the consumer have read it.
+
+    Without `condition`, only wait for the consumer's other warps.
+    """
     tl.debug_barrier()
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=condition)
 
@@ -176,9 +183,10 @@ def multiply(
     a_s, b_s, full, empty, step, steps,
     WHICH: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Return the sum of `steps` stages' products for a consumer's rows, [HALF, WIDTH] in float32.
+    """Return the sum of the products of `steps` stages for consumer WHICH, and the next step.
 
-    The next product starts while one still runs, so a stage is released one step later.
+    The sum is float32 [HALF, WIDTH]. Each product starts before the one before it has ended, so a
+    stage is released one step later.
     """
     sum_ab = gl.zeros(
         (HALF, WIDTH), gl.float32,

@@ -1,4 +1,4 @@
-"""Hold what the GEMM kernels in Triton and in Gluon share: order of tiles, halves, descriptors.
+"""Hold what GEMM kernels in Triton and in Gluon share: order and halves of tiles, descriptors.
 
 Shapes: C rows and B columns of a tile.
 """
@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# A tile of the logits. Its epilogue runs on one half after the other. That takes half the
-# registers, and leaves room in an H100's shared memory for three stages of operands, for those of a
-# second term, and for what the epilogue loads.
+# The rows, classes and features of a tile of logits. The epilogue runs on one half of the tile's
+# classes after the other. This halves its registers. It also leaves room in an H100's shared memory
+# for three stages of operands, for the operands of a second term, and for what the epilogue loads.
 BLOCK_C, BLOCK_B, BLOCK_D = 128, 256, 64
 STAGES, WARPS = 3, 8  # decision 0012
-GROUP = 8  # row tiles that share a column of weight tiles while that is in the L2 cache
+GROUP = 8  # row tiles that read a tile of the weight while it is in the L2 cache
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -25,8 +25,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
     """Return the row tile and the class tile of tile number `tile`.
 
-    Numbers run through GROUP row tiles before the next class tile, so that these share each class
-    tile in the L2 cache.
+    Consecutive numbers run through GROUP row tiles before they go on to the next class tile. So
+    GROUP row tiles read each class tile while it is in the L2 cache.
     """
     group_tiles = GROUP * tiles_b
     first_c = tile // group_tiles * GROUP
@@ -36,15 +36,15 @@ def tile_at(tile, tiles_c, tiles_b, GROUP: tl.constexpr):
 
 @triton.jit
 def halves(tile_cb):
-    """Return the two halves of a tile: the first and the last half of its classes."""
+    """Return the first and the second half of a tile's columns."""
     C: tl.constexpr = tile_cb.shape[0]
     B: tl.constexpr = tile_cb.shape[1]
     return tl.split(tl.permute(tl.reshape(tile_cb, (C, 2, B // 2)), (0, 2, 1)))
 
 
-@functools.cache  # the query takes torch 5 microseconds
+@functools.cache  # torch takes 5 microseconds for the query
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 2 on the CPU, for Triton's interpreter."""
+    """Return the device's number of multiprocessors, or 2 on the CPU, for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

@@ -1,7 +1,10 @@
 """Accumulate a weight gradient over chunks by torch's operations, on any device.
 
-Shapes: N tokens, D features, V classes, H in the first half and B in a block of them; C tokens of a
-chunk.
+`applied` and "remaining" are the two parts of the factor that all rows share
+(core/pending_gradient.py).
+
+Shapes: N tokens, D features, V classes, H classes of the first half; B classes of a block; C tokens
+of a chunk.
 """
 
 from collections.abc import Callable
@@ -14,7 +17,7 @@ from lowtide.core.matmul import product
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 
 Part = tuple[slice, Tensor]  # classes, and their sum [B, D]
-RowNumbers: TypeAlias = Tensor | slice  # row numbers
+RowNumbers: TypeAlias = Tensor | slice
 
 
 def multiply_transposed(out: Tensor, g_CB: Tensor, x_CD: Tensor, *, add: bool) -> None:
@@ -34,10 +37,10 @@ class FloatSum:
         factor: Tensor | None = None,
         multiply: Callable[..., None] = multiply_transposed,
     ) -> None:
-        """Hold the parts of the sum, from `first_class` on, and the GEMM that adds to them.
+        """Hold the parts of the sum and the GEMM that adds to them.
 
-        `factor` multiplies every added term. The rows of x that `add_product` gets are already
-        multiplied by it.
+        The classes of a part count from `first_class`. `factor` multiplies every added term; the
+        caller has already multiplied the rows of x that `add_product` gets.
         """
         self.first_class = first_class
         self.parts = [part for part in parts if part[1].shape[0]]
@@ -65,7 +68,7 @@ class FloatSum:
                 sum_BD.addr_(class_weight_V[classes], row_D, alpha=-1)
 
     def finish(self) -> None:
-        """Do nothing, because the remaining factor rounds the sum later."""
+        """Do nothing, because the sum is rounded when the remaining factor is applied."""
 
     def _times_factor(self, vector: Tensor) -> Tensor:
         return vector if self.factor is None else vector * self.factor
@@ -74,14 +77,14 @@ class FloatSum:
 class InPlaceSum(FloatSum):
     """Accumulate a half-precision gradient, with half of the sum in the gradient's own memory.
 
-    That is the sum of the first half of the classes. The sum of the other classes is a tensor of
-    its own (decision 0026).
+    That half is the float32 sum of the first half of the classes. The sum of the other classes has
+    memory of its own (decision 0026).
     """
 
     def __init__(
         self, gradient_VD: Tensor, applied: Tensor, multiply: Callable[..., None] = multiply_transposed
     ) -> None:
-        """Allocate the other half; the gradient will be `applied` times the sum, in its dtype."""
+        """Allocate the other half. The gradient will be `applied` times the sum, rounded."""
         (V, D), dtype = gradient_VD.shape, applied.dtype
         H = V // 2
         self.gradient_VD, self.applied = gradient_VD, applied
@@ -91,10 +94,10 @@ class InPlaceSum(FloatSum):
         super().__init__(*parts, multiply=multiply)
 
     def finish(self) -> None:
-        """Turn the sum into the gradient, in its own memory."""
+        """Round `applied` times the sum to the gradient, in the gradient's memory."""
         sum_HD, H = self.inside_HD.mul_(self.applied), self.inside_HD.shape[0]
-        # Row i is read at byte 4 i D and written at byte 2 i D, so rows n to 2 n overwrite rows
-        # that have already been read. Only row 0 overlaps itself, so it is copied.
+        # Row i is read at byte 4 i D and written at byte 2 i D. So rows n to 2 n overwrite only
+        # rows below n, which have already been read. Row 0 overlaps itself, so it is copied first.
         self.gradient_VD[: min(H, 1)] = sum_HD[:1].clone()
         first = 1
         while first < H:
@@ -107,11 +110,13 @@ class InPlaceSum(FloatSum):
 class SingleProduct:
     """Form a half-precision gradient by a single GEMM over all tokens, which rounds as it writes.
 
-    Until `finish` nothing is written to the gradient, so its memory may hold logits. The operands
-    of all tokens are kept until then.
+    The operands of all tokens are kept until `finish`. Nothing is written to the gradient before,
+    so its memory may hold logits.
 
-    The factor `applied` is a tensor; `share` is what the host knows of its inverse. The rows of x
-    are multiplied by both, which is 1 in most calls and rounds nothing, and the GEMM by 1 / share.
+    The gradient is multiplied by `applied`, a number on the device, but the GEMM takes its scale
+    from the host. `share` is the part of 1 / applied that the host knows. So the GEMM is scaled by
+    1 / share, and the rows of x are multiplied by applied * share. In most calls this is 1, which
+    rounds nothing.
     """
 
     factor, ends_early = None, False
@@ -119,7 +124,7 @@ class SingleProduct:
     def __init__(
         self, gradient_VD: Tensor, applied: Tensor, *, tokens: int, share: float, width: int
     ) -> None:
-        """Allocate room for the operands; rows of g begin `width` numbers apart."""
+        """Allocate memory for the operands. Rows of g begin `width` numbers apart."""
         (V, D), dtype, device = gradient_VD.shape, gradient_VD.dtype, gradient_VD.device
         self.gradient_VD, self.share = gradient_VD, share
         self.of_x = (applied * share).view(1)
@@ -136,11 +141,11 @@ class SingleProduct:
         self.kept = rows.stop
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: RowNumbers) -> None:
-        raise AssertionError("where targets are apart, RoundedProduct forms the gradient")
+        raise AssertionError("SingleProduct adds no target rows; RoundedProduct does")
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
         raise AssertionError("with label smoothing there is a sum")
 
     def finish(self) -> None:
-        """Multiply the operands into the gradient's memory."""
+        """Write the product of the kept operands to the gradient's memory."""
         product(self.gradient_VD, self.g_NV.t(), self.x_ND, scale=1 / self.share)

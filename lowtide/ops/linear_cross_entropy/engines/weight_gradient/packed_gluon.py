@@ -1,14 +1,14 @@
-"""Add a GEMM to a packed weight-gradient sum on a Hopper GPU, pipelined in Gluon: sum (+)= exp^T x.
+"""Add the product exp^T x to a packed weight-gradient sum, by a GEMM pipelined in Gluon on Hopper.
 
 engines/gemm/gluon.py has the pipeline, packed_triton.py the formats of 24 and 20 bits.
 
-With few rows per chunk, reading and writing the previous sum takes as long as computing the product
-of a tile. Therefore the sum passes through the ring like the operands. After the last operands of a
-tile, each of the next two stages brings half of the tile's sum. The product is added to this half
-in its stage, and the result is stored from the stage (decision 0040).
+With few rows per chunk, reading and writing the sum of a tile takes as long as computing the tile's
+product. Therefore the sum passes through the ring like the operands. After the last operands of a
+tile, each of the next two stages brings half of the tile's sum. The consumers add the product to
+that half, write the result back to the stage, and store it from there (decision 0040).
 
 Shapes: C tokens of a chunk, D features, P pairs of features, V classes; lower case = one
-warpgroup's share of a tile, h half its columns.
+warpgroup's rows of a tile, h the pairs of half the tile's features.
 """
 
 import triton.language as tl
@@ -47,18 +47,22 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton impo
     to_pairs,
 )
 
-COLUMNS = tl.constexpr(64)  # columns of a part; with 32 bits each they fill a stage's memory for x
+# Pairs of features in half a tile. For both warpgroups' rows they fill a stage's memory for x.
+COLUMNS = tl.constexpr(64)
 
 
 @gluon.jit
 def _pairs_of(b_s, stage, WHICH: gl.constexpr, pair_VP):
-    """Return a warpgroup's half tile of pairs in a stage."""
+    """Return a stage's memory for the pairs of a warpgroup, in the place of x."""
     return view(b_s.index(stage), pair_VP.dtype, [2, HALF, COLUMNS], pair_VP.layout).index(WHICH)
 
 
 @gluon.jit
 def _low_of(a_s, stage, WHICH: gl.constexpr, low_VP):
-    """Return the lower bits of its half tile, in all of the operand's memory there, or in half."""
+    """Return a stage's memory for the lower bits of a warpgroup, in the place of its rows of exp.
+
+    With 16 bits per pair they take all of that memory, with 8 bits half.
+    """
     NUMBERS: gl.constexpr = 16 // low_VP.dtype.primitive_bitwidth
     return view(a_s.index(2 * stage + WHICH), low_VP.dtype, [NUMBERS, HALF, COLUMNS], low_VP.layout).index(0)
 
@@ -93,7 +97,7 @@ def _load_all(
                     load(pair_VP, place, full.index(stage), _pairs_of(b_s, stage, which, pair_VP))
                     load(low_VP, place, full.index(stage), _low_of(a_s, stage, which, low_VP))
             else:
-                # There is nothing to load, but the stage's memory is free for the result.
+                # Nothing is loaded, but the consumers may now write results to the stage.
                 mbarrier.arrive(full.index(stage), count=1)
             step += 1
 
@@ -104,7 +108,10 @@ def _add_halves(
     a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr,
     ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Add the product of a tile to the previous sum, one half of the tile after the other."""
+    """Add the product of a tile to the previous sum, in one half of the tile after the other.
+
+    With a factor, round the result to the gradient. Return the next step.
+    """
     halves_vh = halves(sum_vd)
     for half in gl.static_range(2):
         column = (tile_d * 2 + half) * COLUMNS
@@ -130,8 +137,8 @@ def _add_halves(
             pair_vh = rounded_pairs(even_vh, odd_vh, gl.load(factor_ptr))
         pair_s.store(pair_vh)
         fence_async_shared()
-        tma.store_wait(0)  # waits for the stores of the previous half
-        release(empty, step, half > 0, STAGES)  # all of this half is in place now, too
+        tma.store_wait(0)  # for the stores of the previous half, whose stage is released next
+        release(empty, step, half > 0, STAGES)  # waits for all warps, so this half is written too
         store(pair_VP, [first_class, column], pair_s)
         if factor_ptr is None:
             store(low_VP, [first_class, column], low_s)
@@ -172,9 +179,10 @@ def _add_product_pipelined_kernel(
     ADD: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Compute sum (+)= exp^T x. Grid: one program per multiprocessor, which takes tiles in turn.
+    """Write exp^T x to the sum or, with ADD, add it.
 
-    If a factor is given, this is the last chunk, and the sum is rounded to the gradient.
+    If a factor is given (for the last chunk), round the result to the gradient. Grid: one program
+    for each multiprocessor that is not spared, which takes tiles in turn.
     """
     a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
     counted = pack_args(count_ptr, first_place)
@@ -210,9 +218,9 @@ def add_product(
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     spared: int = 0,
 ) -> None:
-    """Add exp_CV^T x_CD to the sum, or write it as the sum; leave `spared` multiprocessors free.
+    """Write exp_CV^T x_CD to the sum or, with `add`, add it; leave `spared` multiprocessors free.
 
-    `rounding`, for the last chunk, is explained in packed_triton.py.
+    `add_product` in packed_triton.py explains `rounding`, which is given for the last chunk.
     """
     (C, D), V = x_CD.shape, pair_VP.shape[0]
     programs, part = multiprocessors(x_CD.device) - spared, (pipeline.BLOCK_A // 2, COLUMNS.value)

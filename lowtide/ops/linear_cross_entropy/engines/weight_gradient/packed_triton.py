@@ -1,14 +1,18 @@
 """Hold a float32 sum in 24 or 20 bits, and add GEMMs to it in Triton.
 
-The upper 16 bits lie where the bfloat16 gradient will be, the next 8 or 4 in a separate tensor.
-Each addition rounds the sum by at most 2^-16 or 2^-12 of itself (bfloat16 alone: 2^-8). The
-gradient is rounded once, at the end (decisions 0013 and 0036).
+The upper 16 bits of each number lie where the bfloat16 gradient will be. The next 8 or 4 bits lie
+in a separate tensor. Each addition rounds the sum by at most 2^-16 (24 bits) or 2^-12 (20 bits) of
+itself; bfloat16 alone would round by 2^-8. The sum is rounded to the gradient once, at the end
+(decisions 0013 and 0036).
 
-Two neighbouring features form one 32-bit number in the first tensor. In the second they form a
-number of 16 or 8 bits, whose dtype tells which.
+Two neighbouring features form a pair. The upper bits of a pair are an int32 number, pair_VP; its
+lower bits are a number of 16 or 8 bits, low_VP, whose dtype tells the format.
 
-Shapes: C tokens of a chunk, D features, P pairs of them, V classes; lower case = one tile, h the
-pairs of half its features.
+smoothing_row is the sum over rows of smoothing_coef x. Label smoothing subtracts from each class
+its class weight times this row.
+
+Shapes: C tokens of a chunk, D features, P pairs of features, V classes; lower case = one tile, h
+the pairs of half its features.
 """
 
 import triton
@@ -23,7 +27,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halve
 
 BLOCK_V, BLOCK_D, BLOCK_C = 128, 256, 64
 WARPS = 8
-GROUP = 8  # tiles of classes that share a chunk's features while these are in the L2 cache
+GROUP = 8  # class tiles that read a tile of a chunk's features while it is in the L2 cache
 
 
 UPPER = tl.constexpr(-65536)  # the upper 16 of 32 bits
@@ -31,7 +35,7 @@ UPPER = tl.constexpr(-65536)  # the upper 16 of 32 bits
 
 @triton.jit
 def from_pairs(pair, low):
-    """Return the sums of even features and of odd features."""
+    """Return the sums of even and of odd features, unpacked from pairs and their lower bits."""
     bits = low.to(tl.int32)
     if low.dtype == tl.uint16:
         even, odd = (pair << 16) | ((bits & 0xFF) << 8), (pair & UPPER) | (bits & 0xFF00)
@@ -50,12 +54,13 @@ def load_pairs(pair_ptr, low_ptr, mask):
 def _nearest(value, HALF: tl.constexpr):
     """Return the bits plus HALF, so that cutting off the lower bits rounds to nearest."""
     bits = value.to(tl.int32, bitcast=True)
-    return tl.where(value == value, bits + HALF, bits)  # rounding up a NaN of all ones would give 0
+    # NaN is left as it is, since HALF added to a NaN of all ones would give about 0.
+    return tl.where(value == value, bits + HALF, bits)
 
 
 @triton.jit
 def to_pairs(even, odd, low_type: tl.constexpr):
-    """Return the pair and its lower bits, in this type."""
+    """Return the pair and its lower bits, as a number of `low_type`."""
     if low_type == tl.uint16:
         even, odd = _nearest(even, 0x80), _nearest(odd, 0x80)
         low = ((even >> 8) & 0xFF) | (odd & 0xFF00)
@@ -67,7 +72,7 @@ def to_pairs(even, odd, low_type: tl.constexpr):
 
 @triton.jit
 def store_pairs(pair_ptr, low_ptr, even, odd, mask):
-    """Store the sums of even and of odd features."""
+    """Pack and store the sums of even and of odd features."""
     pair, low = to_pairs(even, odd, low_ptr.dtype.element_ty)
     tl.store(pair_ptr, pair, mask=mask)
     tl.store(low_ptr, low, mask=mask)
@@ -83,14 +88,14 @@ def rounded_pairs(even, odd, factor):
 
 @triton.jit
 def _load_smoothing_row(smoothing_row_D_ptr, pair, mask):
-    """Return what is subtracted from even features, and from odd ones."""
+    """Return the smoothing row at even and at odd features."""
     even = tl.load(smoothing_row_D_ptr + 2 * pair, mask=mask, other=0.0)
     return even, tl.load(smoothing_row_D_ptr + 2 * pair + 1, mask=mask, other=0.0)
 
 
 @triton.jit
 def less_smoothing(even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, classes, pairs, D, V):
-    """Return the sums minus the smoothing term: the smoothing_coef times these classes' weights."""
+    """Return the sums minus the smoothing term: these classes' weights times the smoothing row."""
     even_h, odd_h = _load_smoothing_row(smoothing_row_D_ptr, pairs, pairs < D // 2)
     if class_weight_V_ptr is None:
         return even_vh - even_h[None, :], odd_vh - odd_h[None, :]
@@ -101,7 +106,10 @@ def less_smoothing(even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, cla
 
 @triton.jit
 def added_tiles(count_ptr, first_place, C, tiles, ALWAYS: tl.constexpr):
-    """Return how many of the tiles a product is added to: none if no row counts, unless ALWAYS."""
+    """Return how many tiles to compute: all, but none if no row of the chunk counts.
+
+    ALWAYS: return all in either case, because each tile has to be written.
+    """
     if ALWAYS or count_ptr is None:
         return tiles
     else:
@@ -130,9 +138,10 @@ def _add_product_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute sum (+)= exp^T x; a factor, for the last chunk, rounds the sum to the gradient.
+    """Write exp^T x to the sum or, with ADD, add it.
 
-    Grid: one program per multiprocessor, which takes tiles in turn.
+    If a factor is given (for the last chunk), round the result to the gradient. Grid: one program
+    per multiprocessor, which takes tiles in turn.
     """
     tiles_v, tiles_d = tl.cdiv(V, BLOCK_V), tl.cdiv(D, BLOCK_D)
     ALWAYS: tl.constexpr = not ADD or factor_ptr is not None
@@ -146,7 +155,7 @@ def _add_product_kernel(
             x_cd = x_CD.load([start, tile_d * BLOCK_D])
             sum_vd = tl.dot(exp_cv.T, x_cd, sum_vd)
         classes = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-        # One half after the other, because the previous sum takes registers too.
+        # Take one half after the other, because the previous sum takes registers too.
         halves_vh = halves(sum_vd)
         for half in tl.static_range(2):
             even_vh, odd_vh = tl.split(tl.reshape(halves_vh[half], (BLOCK_V, BLOCK_D // 4, 2)))
@@ -172,7 +181,7 @@ def _add_product_kernel(
 def _round_kernel(
     pair_VP_ptr, low_VP_ptr, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr, D, BLOCK: tl.constexpr
 ):
-    """Compute gradient = bfloat16(factor (sum - class_weight smoothing_coef)).
+    """Compute gradient = bfloat16(factor (sum - class_weight smoothing_row)).
 
     Grid: one program per class.
     """
@@ -201,10 +210,10 @@ def add_product(
     counted: CountedChunk = ALL,
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> None:
-    """Add exp_CV^T x_CD to the sum, or write it there.
+    """Write exp_CV^T x_CD to the sum or, with `add`, add it.
 
-    `rounding` is given for the last chunk: the factor, then the class weights and features of the
-    smoothing term, which is subtracted first.
+    `rounding` is given for the last chunk: the factor, and the class weights and row of the
+    smoothing term. The sum minus that term is then multiplied by the factor and rounded.
     """
     V, (C, D) = pair_VP.shape[0], x_CD.shape
     programs = multiprocessors(x_CD.device)
@@ -224,7 +233,7 @@ def add_product(
         BLOCK_V=BLOCK_V,
         BLOCK_D=BLOCK_D,
         BLOCK_C=BLOCK_C,
-        # Without vectorised stores, the tile takes a stage's memory.
+        # If stores cannot be vectorised, the tile to store takes the memory of one stage.
         num_stages=4 if D % 16 == 0 else 3,
         num_warps=WARPS,
     )
@@ -237,7 +246,7 @@ def round_(
     class_weight_V: Tensor | None,
     smoothing_row_D: Tensor | None,
 ) -> None:
-    """Round the sum to the gradient in place, minus the smoothing term, times the factor."""
+    """Round factor times the sum minus the smoothing term to the gradient, in place."""
     V, P = pair_VP.shape
     block = min(512, next_power_of_2(P))
     _round_kernel[(V,)](pair_VP, low_VP, factor, class_weight_V, smoothing_row_D, 2 * P, BLOCK=block)

@@ -1,6 +1,7 @@
-"""Hold small Triton kernels of the exponentials engine that handle a row each, and their launchers.
+"""Hold Triton kernels of the exponentials engine that handle one row per program, and launch them.
 
-They compute what that engine's GEMMs do not; exponentials/engine.py has the formulas.
+exponentials/engine.py has the formulas, with the coefficients c (`row_scale`) and h
+(`target_weight_coef`) of each row.
 
 Shapes: D features, V classes; C tokens of a chunk; lower case = one tile.
 """
@@ -56,11 +57,11 @@ def _target_logits_kernel(
     x_CD_ptr, weight_VD_ptr, target_C_ptr, ignored_C_ptr, logit_C_ptr, reference_C_ptr, marks_ptr,
     count_ptr, first_place, x_stride, weight_stride, C, D, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute logit[c] = x[c] . weight[target[c]], 0 for a target of -1. Grid: one program per row.
+    """Compute logit[c] = x[c] . weight[target[c]]. Grid: one program per row.
 
-    The logit of rows that do not count is 0. If reference_C_ptr is given, the row's reference
-    becomes the logit, or infinity in an ignored row. The marks of all row tiles, each of HEIGHT
-    rows, are cleared.
+    The logit is 0 for a target of -1, and in rows that do not count. If reference_C_ptr is given,
+    the row's reference becomes the logit, or infinity in an ignored row. If marks_ptr is given, the
+    marks of all row tiles, of HEIGHT rows each, are cleared.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_C_ptr + row)
@@ -83,7 +84,7 @@ def _target_logits_kernel(
 
 @triton.jit
 def factor_or_one(factor_ptr):
-    """Return the factor, or 1 if there is none."""
+    """Return the factor, or 1 without a pointer."""
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr)
@@ -96,9 +97,10 @@ def _scale_rows_kernel(
     x_CD_ptr, row_scale_C_ptr, factor_ptr, out_CD_ptr, count_ptr, first_place, x_stride, out_stride, C, D,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute out[c] = factor row_scale[c] x[c], or 0 if the scale is 0. Grid: a program per row.
+    """Compute out[c] = factor row_scale[c] x[c]. Grid: one program per row.
 
-    Rows that do not count are left as they are.
+    Where factor row_scale[c] is 0, out[c] is 0 even if x[c] is not finite. Rows that do not count
+    are not written.
     """
     row = tl.program_id(0).to(tl.int64)
     if row < counted_rows(count_ptr, first_place, C):
@@ -137,7 +139,8 @@ def _input_gradient_kernel(
     out[c] = factor (row_scale[c] product[c] + target_weight_coef[c] weight[target[c]]
                      - smoothing_coef[c] total_weight)
 
-    For a target of -1 the term with the target's weight is 0.
+    total_weight is the sum of the weight's rows, each times its class weight. For a target of -1
+    the term with the target's weight is 0. Ignored rows are 0.
     """
     row = tl.program_id(0).to(tl.int64)
     scale, target_weight_coef, ignored = (
@@ -172,10 +175,10 @@ def target_logits(
     marks: Tensor | None = None,
     counted: CountedChunk = ALL,
 ) -> None:
-    """Write the dot product of each row with its target's weight to logit_C.
+    """Write the dot product of each row of x and its target's weight to logit_C.
 
-    reference_C gets the same numbers, but infinity in ignored rows. The marks of the row tiles
-    (exponentials/recompute.py) are cleared.
+    If reference_C is given, it gets the same numbers, but infinity in ignored rows. If the marks of
+    the row tiles (exponentials/recompute.py) are given, they are cleared.
     """
     C, D = x_CD.shape
     _target_logits_kernel[(C,)](
@@ -185,7 +188,7 @@ def target_logits(
 
 
 def gather_rows(out_CD: Tensor, x: Tensor, counted: CountedChunk) -> None:
-    """Copy a chunk's rows to out_CD, with zeros for the rows that do not count.
+    """Copy the chunk's rows of x to out_CD, with zeros for rows that do not count.
 
     x is [N, D], or [outer, inner, D] if it has no view [N, D].
     """
@@ -196,7 +199,7 @@ def gather_rows(out_CD: Tensor, x: Tensor, counted: CountedChunk) -> None:
 
 
 def clear_rows(matrix: Tensor, counted: CountedChunk) -> None:
-    """Write zeros to the chunk's rows that do not count."""
+    """Write zeros to the chunk's rows of the matrix that do not count."""
     C = matrix.shape[0]
     _clear_rows_kernel[(C,)](
         matrix, *counted, matrix.stride(0), C, matrix.shape[1], BLOCK=min(1024, block_width(matrix.shape[1]))
@@ -256,5 +259,5 @@ def row_strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def block_width(D: int) -> int:
-    """Return the width of the blocks in which a row is read."""
+    """Return the width of the blocks in which a kernel reads a row of D features."""
     return min(1024, next_power_of_2(D))

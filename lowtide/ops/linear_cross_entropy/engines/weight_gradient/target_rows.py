@@ -1,9 +1,11 @@
-"""Add the rows of the targets to a weight gradient in Triton, and round its blocks of classes.
+"""Add the target rows to a weight gradient in Triton, and round a block of its classes.
 
-The targets are sorted by class, so that one program adds all rows of a class, in a fixed order.
+Each row n of X, times its coefficient target_weight_coef[n], is added to the class that is its
+target. The targets are sorted by class, so that one program adds all rows of a class, in a fixed
+order. class_N holds the sorted targets, and order_N the row of each.
 
-Shapes: N tokens, D features, P pairs of features, V classes; B classes of a block; T classes whose
-sums are formed in a buffer of their own; lower case = one tile.
+Shapes: N tokens, D features, P pairs of features, V classes; B classes of a block; T targets, of
+class_N, whose sums are in a buffer of their own; lower case = one tile.
 """
 
 import triton
@@ -41,10 +43,10 @@ def _with_target_rows(
     D,
     BLOCK_N: tl.constexpr,
 ):
-    """Return sum + factor target_weight_coef[n] x[n] over the rows n with that target.
+    """Return sum_d plus factor target_weight_coef[n] x[n] of all rows n with that target.
 
-    The classes are sorted, with their rows in `order`; this class begins at `first`. Rows are added
-    in that order, so the result has the same bits every time.
+    The target's rows begin at place `first` of order_N. They are added in that order, so the result
+    has the same bits every time.
     """
     row = tl.load(order_N_ptr + first).to(tl.int64)
     x_d = tl.load(
@@ -53,7 +55,7 @@ def _with_target_rows(
         other=0.0,
     )
     sum_d += tl.load(target_weight_coef_N_ptr + row) * factor * x_d.to(tl.float32)
-    # Most classes have a single row. A frequent class may have thousands, added BLOCK_N at a time.
+    # Most targets have a single row. A frequent class may have thousands, added BLOCK_N at a time.
     start = first + 1
     after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
     same = ((start < N) & (after == target)).to(tl.int32)
@@ -98,10 +100,11 @@ def _add_target_rows_kernel(
 ):
     """Add factor target_weight_coef[n] x[n] of the rows n with target v to sum[v].
 
-    Grid: (T, D / BLOCK). With low_VP_ptr the sum is packed as in packed_triton.py. The program at
-    the first row of a class adds all rows of that class. With sum_TD, it reads the previous sum
-    from sum_TD, at the place of that first row, for the targets from first_target on. Without
-    sum_TD, T = N.
+    Grid: (T, D / BLOCK). Each program handles one target of class_N, from first_target on. At the
+    first target of a class it adds all rows of the class, and at the others it does nothing.
+
+    With low_VP_ptr, the sum is packed as in packed_triton.py. With sum_TD_ptr, the previous sum is
+    read from the target's row of sum_TD instead of sum_VD. Without sum_TD_ptr, T is N.
     """
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
@@ -158,9 +161,10 @@ def _round_block_kernel(
 
     out[v] = factor (sum[v - first_class]
                      + sum over rows n with target v of target_weight_coef[n] x[n]
-                     - class_weight[v] smoothing_coef)
+                     - class_weight[v] smoothing_row)
 
-    first_V says where each class begins among the sorted targets; N if the class is not a target.
+    smoothing_row is the sum over rows of smoothing_coef x. first_V holds the place in class_N where
+    each class begins, or N for a class that is no target.
     """
     target = first_class + tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -194,10 +198,11 @@ def add_target_rows(
     sums_TD: Tensor | None = None,
     first_target: int = 0,
 ) -> None:
-    """Add factor target_weight_coef[n] x[n] to the sum of each row's target class.
+    """Add factor target_weight_coef[n] x[n] of each row n to the sum of the row's target class.
 
-    The targets are sorted by class; ignored rows come last, under a class of their own. x is [N,
-    D], or [outer, inner, D] if it has no view [N, D].
+    The targets are sorted by class; ignored rows come last, as class V. x is [N, D], or [outer,
+    inner, D] if it has no view [N, D]. With sums_TD, the previous sums of T targets from
+    first_target on are read there, and the new ones are written to sum_VD.
     """
     N, D = class_N.shape[0], x.shape[-1]
     T = N if sums_TD is None else sums_TD.shape[0]
@@ -235,9 +240,12 @@ def round_block(
     *,
     first_class: int,
 ) -> None:
-    """Round the sum of the block of classes from first_class on into the weight gradient."""
+    """Write a block of the weight gradient from first_class on, rounded from its sum.
+
+    `_round_block_kernel` has the formula.
+    """
     (B, D), N = sum_BD.shape, class_N.shape[0]
-    block = block_width(D)  # with half this width the kernel reached half of the memory's speed
+    block = block_width(D)  # with half this width the kernel reached half of the memory bandwidth
     _round_block_kernel[(B, cdiv(D, block))](
         sum_BD,
         x,
