@@ -1,4 +1,4 @@
-"""Compute the loss and its gradients for class indices without storing logits, only exponentials.
+"""Compute loss and gradients for class indices; store exponentials, and never logits.
 
 engine.py has the formulas. This engine runs on Hopper GPUs; cpu_exponentials/ is its counterpart
 for CPUs.
@@ -10,7 +10,7 @@ gemm_triton       the GEMM kernel whose epilogue stores exponentials and partial
 gemm_gluon        the same GEMM pipelined in Gluon, for few features
 gemm              choose and launch one of these two kernels on a chunk's operands
 memory            where exponentials lie: in the workspace or in the weight gradient's memory
-recompute         reduce partial sums; mark row tiles, and recompute marked ones
+recompute         reduce the partial results of tiles; mark row tiles to compute again
 row_coefficients  the Triton kernel that computes each row's gradient coefficients
 row_log_probs     the Triton kernel that computes each row's log-probability and entropy statistics
 input_gradient    the GEMM that forms rows of dX and skips ignored ones

@@ -1,7 +1,7 @@
 """Choose and launch the kernel that computes a chunk's logits z and stores E = exp(z - reference).
 
-The kernel is that of gemm_triton.py, whose docstring lists its operands and results, or
-gemm_gluon.py's.
+gemm_triton.py explains the kernel's operands and results. gemm_gluon.py has the same kernel as a
+pipeline.
 
 Shapes: C tokens of a chunk, D features, R features of a second, narrow term; B classes of a block,
 or all.
@@ -22,8 +22,8 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 Term = tuple[Tensor, Tensor]
 # The Gluon pipeline runs GEMMs of at most PIPELINED_FEATURES features, where the epilogue takes a
-# large part of the time. It takes longer to launch, which does not matter from FEWEST
-# multiplications on (decision 0039).
+# large part of the time. The pipeline takes longer to launch than the kernel in Triton. From FEWEST
+# multiplications on, this does not matter (decision 0039).
 PIPELINED_FEATURES, FEWEST = 1024, 1 << 37
 NO_TRANSFORM = LogitTransform()
 
@@ -131,7 +131,7 @@ class Exponentials:
 
     @cached_property
     def _operand_tiles(self) -> tuple[Any, ...]:
-        """Return tensor descriptors of each term's two operands, None for both if it is absent."""
+        """Return tensor descriptors of each term's two operands: None, None for an absent term."""
         first, second = ((None, None) if term is None else tiles.described(term) for term in self.terms)
         return (*first, *second)
 

@@ -1,11 +1,11 @@
-"""Compute exponentials in Triton: a GEMM whose epilogue stores exp(z - reference), not z.
+"""Compute exponentials in Triton, by a GEMM whose epilogue stores E = exp(z - reference).
 
-exponentials/engine.py has the formulas. gemm.py launches this kernel, or that of gemm_gluon.py,
-which has the same epilogue.
+z are the logits, and each row has a reference near its largest logit. exponentials/engine.py has
+the formulas. gemm.py launches this kernel, or that of gemm_gluon.py, which has the same epilogue.
 
 A row tile is BLOCK_C rows of the chunk; a tile is BLOCK_B classes of a row tile. The epilogue runs
-on one half of a tile's classes after the other. For each half tile and row it stores the partial
-results, a matrix [half tiles, C]; other kernels reduce them over the half tiles.
+on one half of a tile's classes after the other. It stores partial results as matrices
+[half tiles, C], which other kernels reduce to one number per row.
 
 Shapes: C tokens of a chunk, D features, R features of a second, narrow term; B classes of a block,
 or all; lower case = one tile, h half of its classes.
@@ -184,8 +184,8 @@ def exponentials_kernel(
 
     ADD: add to the sums that earlier blocks of classes have stored. RECOMPUTE: compute only marked
     row tiles; marks_ptr[0] is 1 if any is marked, marks_ptr[1 + i] is not 0 if row tile i is.
-    GUARDED: take the products of an ignored row, whose reference is infinite, as 0. Otherwise NaN
-    or inf among them would make its sums NaN. MASKED: look for the target in every half tile,
+    GUARDED: take the products of an ignored row, whose reference is infinite, as 0. Otherwise a NaN
+    or inf product would make the row's sums NaN. MASKED: look for the target in every half tile,
     without a branch that skips half tiles without targets. Row tiles in which no row counts
     (counted_rows.py) are not computed.
 

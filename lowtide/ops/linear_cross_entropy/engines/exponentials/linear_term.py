@@ -3,12 +3,14 @@
 exponentials/engine.py has the formulas, with the coefficients c (`row_scale`) and h
 (`target_weight_coef`) of each row.
 
-A chunk adds two terms to dW: the product of its exponentials and its scaled rows c X, and the
-target rows, which are h X added at the targets. The chunk's rows of dX are the product of its
-exponentials and the weight, to which `input_gradient` in row_kernels.py applies c and adds the
-other terms. The GEMM of dW runs before that of dX, because the scaled rows lie in the memory where
-the rows of dX will be. The last chunk finishes dW before it writes dX, because finishing dW may
-read the scaled rows again.
+A chunk adds two terms to dW: the product of its exponentials and its scaled rows c X, and its
+target rows h X, each added to the row's target class. For the chunk's rows of dX, a GEMM multiplies
+its exponentials and the weight. `input_gradient` in row_kernels.py then multiplies this product by
+c and adds the other terms.
+
+The GEMM of dW runs before that of dX, because the scaled rows lie in the memory where the rows of
+dX will be. The last chunk finishes dW before it writes dX, because finishing dW may read the scaled
+rows again.
 
 If ignored rows come last (gemm/counted_rows.py), one kernel forms the chunk's rows of dX
 (input_gradient.py). The chunk's rows of X are first gathered into the memory of the scaled rows, at
@@ -58,8 +60,8 @@ class LinearTerm:
     ) -> None:
         """Allocate the sums that label smoothing needs, and memory for scaled rows.
 
-        `dx` is None if dX is not wanted, and `sum` is None if this class does not add up dW.
-        `place` is the term's place in the head.
+        `dx` is None if dX is not wanted. `sum` is None if dW is not wanted, or is formed one block
+        of classes at a time. `place` is the term's place in the head.
         """
         self.operand, self.dx, self.sum, self.plan = operand, dx, sum, plan
         self.class_weight_V = class_weight_V
@@ -105,7 +107,7 @@ class LinearTerm:
     ) -> None:
         """Write this term's part of the target logits to logit_C.
 
-        `first` holds more results of `target_logits` in row_kernels.py: references, and marks.
+        `first` is passed on to `target_logits` in row_kernels.py, for references and marks.
         """
         row_kernels.target_logits(x_CD, self.operand.weight_VD, target_C, logit_C, counted=counted, **first)
 

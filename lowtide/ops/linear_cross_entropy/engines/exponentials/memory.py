@@ -2,9 +2,10 @@
 
 With class blocks ("class_blocks"), dW is formed in a second sweep over the tokens, one block of B
 classes at a time. In the first sweep dW's memory is free, and holds the exponentials of a chunk.
-Those of the last R tokens stay there for the second sweep: where a block's rows of dW will be, [R,
-B] exponentials of its classes are stored. The second sweep computes those of all other tokens
-again. R is at most D if exponentials and dW both have two bytes per number (decision 0064).
+The exponentials of the last R tokens stay there for the second sweep: the memory of a block's rows
+of dW holds [R, B] of them, for the block's classes. The second sweep computes the exponentials of
+all other tokens again. R is at most D if exponentials and dW both have two bytes per number
+(decision 0064).
 
 Shapes: D features, V classes; C tokens of a chunk, B classes of a block; R tokens that are stored.
 """
@@ -22,11 +23,11 @@ class ExponentialsMemory:
         self.flat, self.of_a_class = flat, flat.shape[0] // classes
 
     def chunk(self, tokens: int, classes: int) -> Tensor:  # [C, B]
-        """Return memory for a chunk, which all chunks share."""
+        """Return memory for a chunk's exponentials; the next chunk overwrites them."""
         return _matrix(self.flat, slice(0, tokens), classes)
 
     def stored(self, rows: slice, classes: slice) -> Tensor:  # [C, B]
-        """Return the memory of these stored tokens and a block's classes; `rows` counts from 0."""
+        """Return the memory of stored tokens for a block's classes; `rows` counts stored tokens."""
         of_block = self.flat[classes.start * self.of_a_class : classes.stop * self.of_a_class]
         return _matrix(of_block, rows, classes.stop - classes.start)
 

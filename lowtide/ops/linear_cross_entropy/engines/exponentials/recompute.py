@@ -5,8 +5,8 @@ too low or not finite. For log-probabilities, a row tile is marked if the larges
 not finite. gemm_triton.py computes the exponentials of marked row tiles again, and
 `recomputed_product` their product for dX.
 
-Marks are int32 numbers, 1 + one for each row tile: the first is 1 if any row tile is marked, the
-others are 1 where their own is. `target_logits` in row_kernels.py clears them.
+Marks are a vector of int32 numbers. The first is 1 if any row tile is marked; each of the others is
+1 if its own row tile is marked. `target_logits` in row_kernels.py sets all to 0.
 
 Shapes: C tokens of a chunk, T half tiles of a row, B classes of a block, D features; lower case =
 one tile.
@@ -134,9 +134,9 @@ def _recomputed_product_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write exp weight to the sum in marked row tiles. Grid: (C / BLOCK_C, D / BLOCK_D).
+    """Write the product exp weight in marked row tiles. Grid: (C / BLOCK_C, D / BLOCK_D).
 
-    ADD: add it to the sum instead.
+    ADD: add the product to the sum that is there.
     """
     tile_c, tile_d = tl.program_id(0), tl.program_id(1)
     if tl.load(marks_ptr + 1 + tile_c) != 0:
@@ -174,7 +174,7 @@ def add_partials(
     mark: bool = False,
     counted: CountedChunk = ALL,
 ) -> None:
-    """Write each row's sum of partial sums to out_C; with `marks`, in marked row tiles only.
+    """Write the sum of each row's partial sums to out_C; with `marks`, in marked row tiles only.
 
     With `mark`, write it in all row tiles, and mark those in which a sum is too large or NaN.
     """

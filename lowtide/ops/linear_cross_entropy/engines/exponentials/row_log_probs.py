@@ -31,8 +31,8 @@ def _log_probs_kernel(
 ):  # fmt: skip
     """Compute r, S, sum p (z - r) and the class of the largest logit. Grid: (C / BLOCK_C,).
 
-    r is the row's largest logit, and S = sum exp(z - r) without the target. A program whose rows
-    all do not count reads no results of half tiles, and stores r = z_t and S = 0.
+    r is the row's largest logit, and S = sum exp(z - r) without the target. A program without a row
+    that counts reads no results of half tiles, and stores r = z_t and S = 0.
     """
     first = tl.program_id(0) * BLOCK_C
     T = tl.where(first < counted_rows(count_ptr, first_place, C), T, 0)

@@ -11,10 +11,10 @@ from torch import Tensor
 from lowtide.core.kernels.backend import cdiv
 from lowtide.core.kernels.launch import remember_launches
 
-# The most rows of a chunk for which the kernel sorts; beyond it, torch does. The kernel finds a
-# row's place by counting the rows that come before it. It takes one launch, where torch takes about
-# ten, but its time grows with the square of the rows. With this many rows it takes an estimated 10
-# microseconds, as long as a sort by torch.
+# The most rows of a chunk that the kernel sorts; torch sorts longer chunks. The kernel finds the
+# place of each row by counting the rows that come before it. It takes one launch, where torch takes
+# about ten, but its time grows with the square of the rows. With this many rows it takes an
+# estimated 10 microseconds, as long as a sort by torch.
 COUNTED_ROWS = 4096
 BLOCK, WIDTH = 32, 128
 

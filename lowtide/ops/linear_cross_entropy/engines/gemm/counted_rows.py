@@ -1,10 +1,10 @@
 """Hold an order of a call's rows in which ignored ones come last, so that kernels can skip them.
 
-A row counts if its target is not ignored. A row's place is its position in this order. Chunks are
-ranges of places, and rows are the row numbers at these places.
+A row counts if its target is not ignored. A row's place is its position in this order. A chunk is a
+range of places.
 
 Only the device knows how many rows count. Kernels read that number and end after that many rows. So
-ignored rows take nearly no time, and the host does not wait for the device. counted_rows_triton.py
+ignored rows take little time, and the host does not wait for the device. counted_rows_triton.py
 computes the order.
 
 Shapes: N tokens; C tokens of a chunk.
@@ -23,7 +23,7 @@ class CountedChunk(NamedTuple):
     first_place: int = 0
 
     def of(self, matrix: Tensor, rows: slice) -> Tensor:
-        """Return the whole of `matrix` [N, ...], in which row_C tells kernels the chunk's rows.
+        """Return the whole `matrix` [N, ...], of which kernels take the rows row_C.
 
         If rows keep their order, return only the chunk's rows of `matrix`.
         """

@@ -3,8 +3,8 @@
 counted_rows.py says what this order is for. Rows that count keep their order, and so do ignored
 rows.
 
-Shapes: N tokens; C tokens of a chunk; lower case = one tile, b the labels that a program
-orders, w those that it counts at a time.
+Shapes: N tokens; C tokens of a chunk; lower case = one tile, b the labels that a program orders, w
+those that it counts at a time.
 """
 
 import torch

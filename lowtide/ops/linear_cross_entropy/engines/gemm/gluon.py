@@ -9,7 +9,7 @@ Operands pass through a ring of stages in shared memory. A stage holds BLOCK_A r
 in two halves, and BLOCK_B rows of the other, for BLOCK_K of the inner dimension. A kernel may also
 use a stage for other data that its epilogue reads. The producer and each consumer count in `step`
 the stages that they have used; the next one is step % STAGES. Each stage has two barriers: "full"
-is reached when the stage is loaded, "empty" when both consumers have released it.
+completes when the stage is loaded, "empty" when both consumers have released it.
 
 lowtide/core/kernels/backend.py says where this runs. Triton's interpreter does not support Gluon,
 so each epilogue is a function that works in both languages.
@@ -170,7 +170,7 @@ def await_stage(full, step, STAGES: gl.constexpr):
 
 @gluon.jit
 def release(empty, step, condition, STAGES: gl.constexpr):
-    """Release the stage of the step before, after all warps of the consumer have read it.
+    """Release the stage of the previous step, after all warps of the consumer are done with it.
 
     Without `condition`, only wait for the consumer's other warps.
     """
@@ -185,7 +185,7 @@ def multiply(
 ):  # fmt: skip
     """Return the sum of the products of `steps` stages for consumer WHICH, and the next step.
 
-    The sum is float32 [HALF, WIDTH]. Each product starts before the one before it has ended, so a
+    The sum is float32 [HALF, WIDTH]. Each product starts while the previous one still runs, so a
     stage is released one step later.
     """
     sum_ab = gl.zeros(

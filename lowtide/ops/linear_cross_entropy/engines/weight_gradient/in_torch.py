@@ -1,7 +1,8 @@
 """Accumulate a weight gradient over chunks by torch's operations, on any device.
 
-`applied` and "remaining" are the two parts of the factor that all rows share
-(core/pending_gradient.py).
+choose.py has the protocol of accumulators, WeightAccumulator. A chunk adds the product g^T x, where
+g holds its gradients of logits, or its exponentials. The factor that all rows share has two parts,
+`applied` and `remaining` (core/pending_gradient.py).
 
 Shapes: N tokens, D features, V classes, H classes of the first half; B classes of a block; C tokens
 of a chunk.
@@ -68,7 +69,7 @@ class FloatSum:
                 sum_BD.addr_(class_weight_V[classes], row_D, alpha=-1)
 
     def finish(self) -> None:
-        """Do nothing, because the sum is rounded when the remaining factor is applied."""
+        """Do nothing, because the sum is rounded when the `remaining` factor is applied."""
 
     def _times_factor(self, vector: Tensor) -> Tensor:
         return vector if self.factor is None else vector * self.factor
@@ -113,10 +114,10 @@ class SingleProduct:
     The operands of all tokens are kept until `finish`. Nothing is written to the gradient before,
     so its memory may hold logits.
 
-    The gradient is multiplied by `applied`, a number on the device, but the GEMM takes its scale
-    from the host. `share` is the part of 1 / applied that the host knows. So the GEMM is scaled by
-    1 / share, and the rows of x are multiplied by applied * share. In most calls this is 1, which
-    rounds nothing.
+    The gradient includes the factor `applied`. This number is on the device, but a GEMM takes its
+    scale from the host. `share` is the part of 1 / applied that the host knows. So the GEMM is
+    scaled by 1 / share, and the rows of x are multiplied by applied * share. In most calls
+    applied * share is 1, and rounds nothing.
     """
 
     factor, ends_early = None, False

@@ -60,7 +60,7 @@ def _nearest(value, HALF: tl.constexpr):
 
 @triton.jit
 def to_pairs(even, odd, low_type: tl.constexpr):
-    """Return the pair and its lower bits, as a number of `low_type`."""
+    """Return the pair's upper bits, and its lower bits as a number of type `low_type`."""
     if low_type == tl.uint16:
         even, odd = _nearest(even, 0x80), _nearest(odd, 0x80)
         low = ((even >> 8) & 0xFF) | (odd & 0xFF00)
@@ -106,7 +106,7 @@ def less_smoothing(even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, cla
 
 @triton.jit
 def added_tiles(count_ptr, first_place, C, tiles, ALWAYS: tl.constexpr):
-    """Return how many tiles to compute: all, but none if no row of the chunk counts.
+    """Return the number of tiles to compute: all, or none if no row of the chunk counts.
 
     ALWAYS: return all in either case, because each tile has to be written.
     """

@@ -4,8 +4,8 @@ Each row n of X, times its coefficient target_weight_coef[n], is added to the cl
 target. The targets are sorted by class, so that one program adds all rows of a class, in a fixed
 order. class_N holds the sorted targets, and order_N the row of each.
 
-Shapes: N tokens, D features, P pairs of features, V classes; B classes of a block; T targets, of
-class_N, whose sums are in a buffer of their own; lower case = one tile.
+Shapes: N tokens, D features, P pairs of features, V classes; B classes of a block; T targets
+whose sums are in a buffer of their own; lower case = one tile.
 """
 
 import triton
@@ -202,7 +202,7 @@ def add_target_rows(
 
     The targets are sorted by class; ignored rows come last, as class V. x is [N, D], or [outer,
     inner, D] if it has no view [N, D]. With sums_TD, the previous sums of T targets from
-    first_target on are read there, and the new ones are written to sum_VD.
+    first_target on are read from sums_TD, and the new sums are written to sum_VD.
     """
     N, D = class_N.shape[0], x.shape[-1]
     T = N if sums_TD is None else sums_TD.shape[0]
