@@ -125,8 +125,8 @@ class ByteCounts:
     """Bytes per token of tile partial sums; freed before the dX GEMM."""
     product: int = 0
     """Bytes per row of the float32 result of the dX GEMM."""
-    exchanged_row: int = 0
-    """Bytes per token of what ranks exchange, if the head is sharded."""
+    exchanged: int = 0
+    """Bytes of what ranks exchange about a chunk of all tokens, and of target rows beside it."""
     longest: int = 0
     """Most tokens of a chunk; 0 for no limit."""
     pipelined: bool = False

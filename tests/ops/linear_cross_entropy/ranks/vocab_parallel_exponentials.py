@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.operator.planner import CLASSES_PER_TOKEN
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_modes import Place, counted
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import running_on
 from tests.support.ranks import DEVICE
+from tests.support.rehearsals import in_rehearsal
 
 N, D, V = 24, 8, 262  # each rank's sample leaves out every second and third of its 131 classes
 # Workspaces for several chunks; what a plan counts beside a row's bytes is more on a card.
 SEVERAL = {"cpu": (35_000, 70_000, 140_000), "cuda": (80_000, 95_000, 200_000)}[DEVICE]
+SMOOTHING_ROOM = {"cpu": (40_000, 1_000_000), "cuda": (95_000, 1_000_000)}[DEVICE]
 OF_LOSSES = {"rtol": 2e-5, "atol": 1e-6}
 
 
@@ -66,12 +69,14 @@ class Case:
                 result = place.whole(result.detach())
         return (found if log_probs else result.detach()), [x_grad, *map(place.whole, of_classes)]
 
-    def truth(self, reduction: str = "mean", upstream: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
+    def truth(
+        self, reduction: str = "mean", upstream: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, list[Tensor]]:
         leaves = [self.place.leaf(each.double()) for each in (self.x, self.w)]
         if self.bias is not None:
             leaves.append(self.place.leaf(self.bias.double()))
         logits = leaves[0] @ leaves[1].T + (leaves[2] if self.bias is not None else 0)
-        loss = torch.nn.functional.cross_entropy(logits, self.target, reduction=reduction)
+        loss = torch.nn.functional.cross_entropy(logits, self.target, reduction=reduction, **options)
         loss.backward(None if upstream is None else upstream.double())
         return loss.detach(), [each.grad for each in leaves]
 
@@ -93,7 +98,8 @@ def single_products_counted() -> Iterator[list[bool]]:
             from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators
 
             def add_product(self: Any, *arguments: Any, **options: Any) -> None:
-                counted.append(True)
+                if not in_rehearsal():
+                    counted.append(True)
                 of_product(self, *arguments, **options)
 
             of_product = accumulators.RoundedProduct.add_product
@@ -194,6 +200,35 @@ def small_workspaces(engine: str) -> None:
         case.check(case.run(workspace=workspace), case.truth())
 
 
+def smoothing(engine: str) -> None:
+    """All classes of each token, where dW is a sum of chunks, and where it is formed by blocks."""
+    if engine == "cpu_exponentials":
+        return  # it takes no label smoothing
+    case, ways = Case(engine), set()
+    case.dtype, case.tolerance = torch.bfloat16, 3e-2
+    case.x, case.w = torch.randn(N, 64).bfloat16(), (torch.randn(V, 64) / 8).bfloat16()
+    for workspace in (None, *SMOOTHING_ROOM):
+        with plans_made() as plans:
+            case.check(case.run(workspace=workspace, label_smoothing=0.9), case.truth(label_smoothing=0.9))
+        ways |= {each.weight_gradient for each in plans}
+    assert ways > {"class_blocks"}, ways
+
+
+@contextlib.contextmanager
+def plans_made() -> Iterator[list[Any]]:
+    """Yields the plans that are made."""
+    found: list[Any] = []
+    make_plan = ops.make_plan
+
+    def made(*call: Any) -> Any:
+        found.append(make_plan(*call))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "make_plan", made)
+        yield found
+
+
 def unlike_layouts(engine: str) -> None:
     """A rank whose tensors lie otherwise copies them: all ranks still choose one engine."""
     case = Case(engine)
@@ -262,7 +297,8 @@ def collectives(engine: str) -> None:
 SCENARIOS = {
     each.__name__: each
     for each in (
-        *(far_references, confident, excluded, not_finite, small_workspaces, unlike_layouts, few_tokens),
+        *(far_references, confident, excluded, not_finite, small_workspaces, smoothing, unlike_layouts),
+        few_tokens,
         collectives,
     )
 }

@@ -104,17 +104,17 @@ class ShardedExponentialsEngine(ExponentialsEngine):
                         term.rows_of_product(product_CD, product_CD, *of_gradient)
                     dx.begin_sum(product_CD, rows)
             del products, product_CD  # free both, since they are summed
-            if targets is None:
-                continue
-            class_C, order_C = targets[0][rows], targets[1][rows]
+            sorted_C = None if targets is None else (targets[0][rows], targets[1][rows])
             last = rows.stop == self.M
             for each, x_CD in zip(linear, tokens):
-                target_rows = x_CD, target_weight_coef_C, class_C, order_C - rows.start
+                target_rows = None
+                if sorted_C is not None:
+                    target_rows = x_CD, target_weight_coef_C, sorted_C[0], sorted_C[1] - rows.start
                 of_chunk = chunk.exp_CV, x_CD, row, row_scale_C, slice(0, x_CD.shape[0])
                 each.add_chunk(*of_chunk, target_rows, first=rows.start == 0, last=last)
-            if db is not None:
+            if db is not None and sorted_C is not None:
                 db.tensor.add_(sum_of_products(row_scale_C[None], chunk.exp_CV)[0])
-                self._add_bias_targets(db.tensor, target_weight_coef_N, (class_C, order_C))
+                self._add_bias_targets(db.tensor, target_weight_coef_N, sorted_C)
             del tokens, chunk, x_CD, target_rows, of_chunk  # free them before the next chunk
         for dx in summed:
             if dx is not None:
