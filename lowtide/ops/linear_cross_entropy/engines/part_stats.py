@@ -60,7 +60,7 @@ def begin_merge(
     C, integers = out.max_N.shape[0], INTEGERS[out.max_N.dtype]
     argmax = out.argmax_N is not None
     sent_pkC = out.max_N.new_zeros(agreement.most_parts, len(names) + argmax, C)
-    sent_pkC[:, names.index("max_N")] = -torch.inf
+    sent_pkC[:, names.index("max_N")].fill_(-torch.inf)
     if "nll_N" in names:
         sent_pkC[0, names.index("nll_N")] = target_logit_C
     for (classes, first_class), sent_kC in zip(own, sent_pkC):

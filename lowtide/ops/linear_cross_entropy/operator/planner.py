@@ -26,11 +26,11 @@ from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.planning.remembered import remembered
 from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine, choose_backend
 from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
-from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
-
-# A single GEMM over all tokens forms the rows of the target classes again. This pays from so many
-# classes per token on.
-CLASSES_PER_TOKEN = 16  # decision 0016
+from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
+    CLASSES_PER_TOKEN,
+    CLASSES_PER_TOKEN_OF_RANK,
+    choose_weight_gradient,
+)
 
 # A GEMM that forms dX has half as many rows where its result would take more than 1/40 of the
 # workspace. Half as many rows are hardly slower, and more rows per chunk gain more.
@@ -75,7 +75,7 @@ def choose_engine(call: Call) -> Choice:
         if reason is None:
             break
         reasons[engine] = reason
-    chosen = Choice(engine, few_tokens(head), dense_workspace(call), reasons)
+    chosen = Choice(engine, few_tokens(head, options), dense_workspace(call), reasons)
     slower = _slower_than_logits(call, chosen) if engine == "exponentials" else None
     if slower is None:
         return chosen
@@ -122,9 +122,10 @@ def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Optio
     )
 
 
-def few_tokens(head: Head) -> bool:
+def few_tokens(head: Head, options: Options) -> bool:
     """Return True if a single GEMM over all tokens may form a weight gradient."""
-    return may_depend_on_tokens(head.tokens) and head.tokens * CLASSES_PER_TOKEN <= head.classes
+    per_token = CLASSES_PER_TOKEN_OF_RANK if options.sharded else CLASSES_PER_TOKEN
+    return may_depend_on_tokens(head.tokens) and head.tokens * per_token <= head.classes
 
 
 def readable(head: Head, options: Options, call_kind: CallKind) -> Head:

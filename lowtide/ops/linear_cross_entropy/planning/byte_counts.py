@@ -126,7 +126,10 @@ class ByteCounts:
     product: int = 0
     """Bytes per row of the float32 result of the dX GEMM."""
     exchanged: int = 0
-    """Bytes of what ranks exchange about a chunk of all tokens, and of target rows beside it."""
+    """Bytes of what ranks exchange about a chunk of all tokens, and of what lies beside it.
+
+    That is in half precision, where a single GEMM forms dW: its scaled rows and its target rows.
+    """
     longest: int = 0
     """Most tokens of a chunk; 0 for no limit."""
     pipelined: bool = False

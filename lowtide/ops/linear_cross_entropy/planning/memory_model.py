@@ -46,7 +46,7 @@ def with_shard(
     return replace(
         counts,
         token_bytes=token_bytes,
-        exchanged=counts.N * (gathered + counts.product) + counts.target_rows_bytes,
+        exchanged=counts.N * (gathered + counts.product + 2 * sum(features)) + counts.target_rows_bytes,
         weight_sum=0 if shard.tokens_sharded else counts.weight_sum,
         one_product_row=token_bytes if one_product else 0,
         target_rows_bytes=counts.target_rows_bytes if one_product else 0,

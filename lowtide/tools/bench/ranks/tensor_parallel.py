@@ -1,17 +1,20 @@
 """List what is measured of a head whose classes are divided over ranks.
 
-"lowtide-no-collectives" shows how much of the time lowtide's collectives take. Its first call
-gathers, and later ones get what that gathered; sums over the ranks are left out. So products and
-kernels are those of the real call, and the results are wrong. What stays is that the host reads the
-ranks' messages, and waits for the device there.
+"lowtide-no-collectives" shows how much of the time lowtide's collectives take. A gather copies what
+this rank has in place of what the others have, and sums over the ranks are left out. So products
+and kernels are those of the real call, and the results are wrong. What stays is that the hosts tell
+each other of the call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
-from lowtide.core.collectives import Group, Wait
+from lowtide.core.collectives import Group
+from lowtide.ops.linear_cross_entropy.operator import signatures
+from lowtide.ops.linear_cross_entropy.ranks.messages import MESSAGE_BYTES
 from lowtide.tools.bench.cases import Inputs, LossCase
 from lowtide.tools.bench.providers import PROVIDERS, Loss, Provider, TimedCall, lowtide_provider
 
@@ -21,40 +24,43 @@ class WithoutCollectives(Provider):
 
     def call(self, case: LossCase, inputs: Inputs) -> TimedCall:
         loss = self.load(case)
-        gathered: list[Tensor] = []
+        calls: dict[Any, Any] = {}
 
         def run() -> tuple[Tensor, ...]:
-            with without_collectives(gathered):
+            with without_collectives(calls):
                 return (loss(*inputs),)
 
         return TimedCall(run, inputs[:2], exact=False)
 
 
+class Ended:
+    """Stand for a collective that has ended."""
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
 @contextmanager
-def without_collectives(gathered: list[Tensor]) -> Iterator[None]:
-    """Let gathers of the block return what `gathered` holds, in order; the first block fills it."""
-    own = {name: vars(Group)[name] for name in ("gather", "sum_", "scatter_sum")}
-    before = iter([*gathered])
-    filled = bool(gathered)
+def without_collectives(calls: dict[Any, Any]) -> Iterator[None]:
+    """Leave out the collectives of the block, whose calls are remembered in `calls`."""
 
-    def gather(group: Group, tensor: Tensor) -> Wait:
-        if not filled:
-            gathered.append(own["gather"](group, tensor)())
-        found = next(before) if filled else gathered[-1]
-        return lambda: found
+    def begin(group: Group, collective: Callable[..., Any], *tensors: Tensor) -> Any:
+        if tensors[0].is_cpu and tensors[-1].numel() == MESSAGE_BYTES:
+            return own_begin(group, collective, *tensors)
+        if len(tensors) == 2:
+            all_ranks, own = sorted(tensors, key=Tensor.numel, reverse=True)
+            if tensors[0] is all_ranks:
+                all_ranks.view(group.size, -1).copy_(own.view(1, -1).expand(group.size, -1))
+            else:
+                own.copy_(all_ranks[: own.numel()])
+        return Ended()
 
-    replaced = {
-        "gather": gather,
-        "sum_": lambda group, tensor: lambda: tensor,
-        "scatter_sum": lambda group, tensor: lambda: tensor[0],
-    }
+    own_begin, own_calls = Group._begin, signatures._calls
+    Group._begin, signatures._calls = begin, calls  # type: ignore[assignment, method-assign]
     try:
-        for name, each in replaced.items():
-            setattr(Group, name, each)
         yield
     finally:
-        for name, each in own.items():
-            setattr(Group, name, each)
+        Group._begin, signatures._calls = own_begin, own_calls  # type: ignore[method-assign]
 
 
 def _loss_parallel(case: LossCase) -> Loss:

@@ -133,9 +133,8 @@ def same_bits(rank: int, names: Iterable[str] = CASES) -> None:
             runs, found = counted(patch), []
             found = [computed(tensors, options, upstream) for _ in range(3)]
         by_row = options.get("log_probs") or options.get("reduction") == "none"
-        # A rank without classes goes by the operator, and a constant tensor is not recorded.
-        no_recording = not len(tensors["linear_weight"]) or name == "segments"
-        assert len(runs) == (0 if no_recording else 4 if by_row else 2), (name, len(runs))
+        empty = not len(tensors["linear_weight"])  # a rank without classes goes by the operator
+        assert len(runs) == (0 if empty else 4 if by_row else 2), (name, len(runs))
         for each in found[1:]:
             assert_same(each, found[0], name)
         for each in runs:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import lowtide
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_exponentials
 from lowtide.ops.linear_cross_entropy.operator import ops
+from lowtide.ops.linear_cross_entropy.planning.remembered import forget
 from tests.support.budgets import Inputs
 from tests.support.loss import check, check_log_probs, make_inputs, rows_for
 from tests.support.ranks import DEVICE, generator, mesh_of
@@ -319,8 +320,9 @@ def possible(layout: str, target: str, way: str, name: str) -> bool:
 
 @contextlib.contextmanager
 def engines_counted() -> Iterator[Counter[str]]:
-    """Yields how often each engine ran."""
+    """Yields how often each engine ran, in calls that no recording of earlier ones runs."""
     engines: Counter[str] = Counter()
+    forget()
     make = ops._engine
 
     def counted(plan: Any, *operands: Any) -> Any:

@@ -23,7 +23,7 @@ from tests.support.loss import (
 pytest.importorskip("triton")
 
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.definition.head import Head
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy, log_probs
 from lowtide.ops.linear_cross_entropy.engines.exponentials import engine
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
@@ -215,12 +215,13 @@ def test_single_product_memory_matches_plan(device, N):
 def test_few_tokens_not_decided_by_symbol():
     """A graph of any length is one, with a sum: how many tokens are few would cut it in two."""
     inputs = make_inputs(8, 24, 640, dtype=torch.bfloat16)
-    head = Head((inputs.input,), (inputs.linear_weight,))
-    assert plan.few_tokens(head)
+    head, options = Head((inputs.input,), (inputs.linear_weight,)), Options(compute_dtype=torch.bfloat16)
+    assert plan.few_tokens(head, options)
     seen = []
 
     def trace(hidden):
-        seen.append((type(hidden.shape[0]), plan.few_tokens(Head((hidden,), (inputs.linear_weight,)))))
+        traced = Head((hidden,), (inputs.linear_weight,))
+        seen.append((type(hidden.shape[0]), plan.few_tokens(traced, options)))
         return hidden.sum()
 
     make_fx(trace, tracing_mode="symbolic")(inputs.input.detach())
