@@ -1,4 +1,7 @@
-"""Provide the public functions of attention. Their docstrings are the contract."""
+"""Provide the public functions of attention.
+
+Their docstrings are the contract.
+"""
 
 import torch
 from torch import Tensor
@@ -26,7 +29,7 @@ from lowtide.ops.attention.remembered import signature
 
 Window = tuple[int | None, int | None]
 
-# Advice for an argument that torch, FlashAttention, FlexAttention or xformers has.
+# What to pass in place of an argument that torch, FlashAttention, FlexAttention or xformers has.
 INSTEAD_OF = {
     "q": "pass query",
     "k": "pass key",
@@ -86,14 +89,17 @@ def memory_efficient_attention(
         \mathrm{lse}_i = \log \sum_j e^{z_{ij}}, \quad
         o_i = \sum_j D_{ij}\, e^{z_{ij} - \mathrm{lse}_i}\, v_j.
 
-    Sums are over the keys that query i sees. A query that sees none gets 0, and finite gradients.
+    Without a soft cap, :math:`z_{ij} = s\, q_i \cdot k_j + b_{ij}`. Sums are over the keys that
+    query i sees. A query that sees no key gets 0, and its gradients are finite.
 
     Shapes:
         query [B, M, H, K], key [B, N, G, K], value [B, N, G, E]; the result is [B, M, H, E].
-        G divides H. The H / G query heads of a key head follow each other; no key is repeated.
-        Also [B, M, K], which is one head; and [B, M, G, H, K], with key and value [B, N, G, 1, ...]
-        or [B, N, G, H, ...]. Keys that were expanded are not copied where they need no gradient.
-        Any sizes and any strides. With K = 0 each product is 0.
+        G divides H. The H / G query heads that share a key head follow each other. Keys are not
+        repeated in memory.
+        There are two other layouts. [B, M, K] is one head. [B, M, G, H, K] has H query heads for
+        each of G key heads; key and value are [B, N, G, 1, ...] or [B, N, G, H, ...]. In this
+        layout, key and value that were expanded along H are not copied if they need no gradient.
+        Sizes and strides may be any. With K = 0 each product of a query and a key is 0.
 
     Args:
         attn_bias: one of these:
@@ -102,61 +108,67 @@ def memory_efficient_attention(
             a mask of :mod:`lowtide.attn_bias`, with or without such a tensor
             (``mask.add_bias(tensor)``);
             ``causal_upper_left`` or ``causal_lower_right`` of torch.nn.attention.bias.
-            The tensor may require a gradient, which has its own shape: that of a bias [1, H, 1, N]
-            costs H N numbers. A view that is expanded first gets the gradient of that view, so pass
-            what is not expanded.
-        p: rate of dropout, in [0, 1]; applied whenever it is not 0. Which scores are dropped
-            depends on (seed, b, h, i, j) alone: it is the same on CPU and CUDA, for any tile size,
-            in forward and backward.
+            The tensor may require a gradient. The gradient has the tensor's own shape: that of a
+            bias [1, H, 1, N] has H N numbers. Do not expand the tensor yourself: its gradient would
+            have the expanded size.
+        p: rate of dropout, in [0, 1]. Dropout is applied whenever p is not 0. Which scores are
+            dropped depends on (seed, b, h, i, j) alone: the seed, batch, head, query and key. So it
+            is the same on CPU and CUDA, for any tile size, in forward and backward.
         scale: s, any finite number; :math:`1/\sqrt K` by default (1 with K = 0).
-        softcap: c, above 0; None for none. (Gemma 2: 50.)
-        window: (left, right): query i sees keys from i + N - M - left to i + N - M + right; -1 or
-            None is no limit. With a mask, a query sees the keys that both allow. In a mask of
-            several sequences, N and M are those of the sequence.
+        softcap: c, above 0; None for no soft cap. (Gemma 2: 50.)
+        window: (left, right): query i sees the keys from i + N - M - left to i + N - M + right; -1
+            or None is no limit. With a mask, a query sees the keys that both allow. In a mask of
+            several sequences, queries and keys are counted within each sequence.
         seed: dropout's seed, an int or a 0-d int64 tensor. By default it is drawn from `generator`,
-            or from torch's default generator.
+            or from torch's default generator of the device.
         generator: a torch.Generator that draws the seed; not together with `seed`.
-        backend: "auto" runs "sdpa" (torch's own kernels) where those are known to compute the same,
-            fast and in O(M) memory; else "triton" (our kernels) on a CUDA device that they support;
-            else "torch" (tiles of BLAS products). "reference" is the plain definition, which holds
-            all scores. A backend that is named runs, or raises with the reason why it cannot.
-            docs/reference/ways.md has the table.
+        backend: "auto" runs "sdpa" (torch's own kernels) if these are known to compute the same,
+            fast and in O(M) memory. Otherwise it runs "triton" (lowtide's kernels) on a CUDA device
+            that they support, and "torch" (tiles of BLAS products) elsewhere. "reference" is the
+            plain definition, which holds all scores. A backend that is named runs, or raises with
+            the reason why it cannot. But under a transform, the definition runs in chunks of
+            queries in place of "triton" and "torch". docs/reference/ways.md has the table.
 
-    Dtypes: float16, bfloat16, float32 or float64, the same for query, key and value (autocast's
-    under autocast). The bias may have any of them. The result has query's dtype. Statistics and
-    sums are float32, or float64 for float64.
+    Dtypes: float16, bfloat16, float32 or float64, the same for query, key and value. Autocast casts
+    these three to its dtype, except float64. The bias may have any of the four dtypes. The result
+    has the dtype of query (under autocast, after the cast). Statistics and sums are float32, or
+    float64 for float64.
 
     Memory, beside inputs, result and gradients:
-        Every backend holds a few tiles of fixed size. For gradients it also keeps two float32 for
-        each query and head, whose sum is the logsumexp. In half precision "triton" keeps what
-        rounding took off the result, as much memory as the result. Backward computes the scores
-        again.
-        Backward of "triton" stores gradients of some scores at a time in three cases: float32
-        operands, a bias [.., M, N] that is shared or beside more than 128 features, and more than
-        256 features. It holds at most 304 MiB, and at
-        most three tenths of what all scores take in the operands' dtype; or, where that is more,
-        what 128 keys of one batch and key head take (of all that share a bias). In half precision
-        the gradient of these queries in float32 comes on top.
-        Forward of "triton" in float32 holds key and value, and above 128 features query, a second
-        time, as bfloat16 pieces: 1.5 times their memory.
-        On CUDA, backward of "sdpa" also holds a float32 for each number of query. It copies an
-        upstream gradient that does not have the result's strides. Under torch.compile, operands
-        that do not begin at a multiple of 16 bytes are copied too.
+        Every backend but "reference" holds a few tiles of fixed size. For gradients it also keeps
+        at most two float32 numbers for each query and head (float64 for float64). Backward computes
+        the scores again.
+        In half precision, up to 256 features of value, "triton" also keeps the part of the result
+        that rounding took off, in as much memory as the result.
+        Backward of "triton" may store gradients of scores, some at a time. It does so in three
+        cases: float32 operands; a bias [.., M, N] that is shared or comes with more than 128
+        features; more than 256 features. It stores at most 304 MiB, and at most three tenths of
+        what all scores take in the operands' dtype. If that is too little for 128 keys of one batch
+        and key head, it takes the memory for these; with a shared bias, for 128 keys of all batches
+        and heads that share it. In half precision it then also holds a float32 gradient of the
+        queries of these heads.
+        Forward of "triton" in float32 also holds key and value split into bfloat16 pieces. Three
+        pieces take 1.5 times the tensor's memory; where torch allows TF32 there are two, which take
+        as much as the tensor. Query is held so too if it has more features than a tile: 64 to 256,
+        by the card and the number of pieces.
+        On CUDA, backward of "sdpa" also holds a float32 number for each number of query. It copies
+        an upstream gradient that does not have the result's strides. Under torch.compile it also
+        copies operands that do not begin at a multiple of 16 bytes.
         Derivatives of higher order, forward mode and vmap differentiate the definition, a chunk of
-        queries at a time: O(M), exact, not fast.
+        queries at a time: in O(M) memory, exactly, but slowly.
 
     Determinism: the same call, with tensors of the same strides and alignment, gives the same bits,
-    gradients included. Where "sdpa" runs it on CUDA, this holds under
+    gradients included. With "sdpa" on CUDA, this holds only under
     ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit; for nested,
             sparse and distributed tensors; and for tensors of a class with a ``__torch_function__``
-            of its own. Each is also a RuntimeError, which is what torch raises.
+            of its own. Each is also a RuntimeError, because torch raises that.
 
-    Transforms: torch.compile(fullgraph=True), torch.func, vmap, forward mode, derivatives of any
-    order and checkpointing. torch.compile does not combine with the others: compiled code cannot be
-    differentiated twice.
+    Transforms: the function supports torch.compile(fullgraph=True), torch.func, vmap, forward mode,
+    derivatives of any order and checkpointing. torch.compile cannot be combined with the others:
+    compiled code cannot be differentiated twice.
 
     Source: the signature and masks of github.com/facebookresearch/xformers; Rabe and Staats
     (arxiv.org/abs/2112.05682); FlashAttention 2 (arxiv.org/abs/2307.08691).
@@ -223,21 +235,22 @@ def scaled_dot_product_attention(
 
         out = lowtide.scaled_dot_product_attention(q, k, v, relative_bias, is_causal=True)
 
-    It replaces :func:`torch.nn.functional.scaled_dot_product_attention` wherever that is called
-    with plain tensors. It also supports what torch's fast kernels reject, and does not hold all
-    scores for it.
+    It replaces :func:`torch.nn.functional.scaled_dot_product_attention` in any call with plain
+    tensors. It also supports calls that torch's fast kernels reject, and never holds all scores.
 
     Shapes: query [..., H, M, K], key [..., G, N, K], value [..., G, N, E], result [..., H, M, E];
     leading dimensions broadcast. With `enable_gqa`, G may be any number that divides H.
 
     Args:
         attn_mask: a bool tensor (True takes part) or a floating-point tensor of any dtype (added to
-            the scores), of any shape that broadcasts to [..., H, M, N]. Of several leading
-            dimensions, it has all or none. It may require a gradient, which has its own shape, and
-            may be passed together with `is_causal`. Or one of torch's biases, ``causal_upper_left``
-            or ``causal_lower_right``.
-        dropout_p: rate of dropout. The seed is drawn from torch's default generator of the device;
-            which scores a seed drops is the same on every device.
+            the scores), of any shape that broadcasts to [..., H, M, N]. Its
+            dimensions before [H, M, N] are those of the result, or all are 1 or left out. It may
+            require a gradient, which has the tensor's own shape. It may be passed together with
+            `is_causal`.
+            Or one of torch's biases, ``causal_upper_left`` or ``causal_lower_right``, without
+            `is_causal`.
+        dropout_p: rate of dropout. The seed is drawn from torch's default generator of the device.
+            A seed drops the same scores on every device.
         is_causal: query i sees the keys j <= i.
         scale: a finite number; :math:`1/\sqrt K` by default.
         enable_gqa: let the H / G query heads that follow each other share a key head.

@@ -1,8 +1,8 @@
-"""Choose the backend of a call, once, and say why it is none of those that "auto" prefers.
+"""Choose the backend of a call, and say why "auto" passes over the backends that it prefers.
 
-"auto" takes torch's own kernels ("sdpa") where they are known to be right, else the Triton kernels
-where they run, else tiles in plain torch. The answer depends on the options and on the operands'
-shapes, strides, dtypes, device and addresses, so `lowtide doctor` asks with fake tensors.
+"auto" takes torch's own kernels ("sdpa") if they are known to be right for the call. Otherwise it
+takes the Triton kernels if they support the call, and tiles in plain torch if they do not. The
+choice reads no values of the operands, so `lowtide doctor` can ask for it with fake tensors.
 
 Shapes: B batches, H heads, M queries, N keys, K features of queries and keys, E of values.
 """
@@ -24,16 +24,17 @@ from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, AttentionSizes, Operands, is_far, sizes
 from lowtide.ops.attention.sdpa import alignment
 
-# torch's kernels multiply a causal mask's -inf by the scale, in float32. A scale of 0 or less gives
-# NaN.
+# torch's kernels multiply a causal mask's -inf by the scale, in float32. With a scale of 0 or less
+# the result is NaN.
 SCALES = torch.finfo(torch.float32)
-# The most programs along the second and third dimension of a CUDA grid.
+# The most programs along the second or the third dimension of a CUDA grid.
 PROGRAMS = 65535
-# The features K and E, if they differ, for which torch has a quick kernel, cuDNN's for DeepSeek's
-# models. Of others it takes the memory-efficient one, which needs twice the time of ours and more.
+# The unequal K and E for which torch has a fast kernel: cuDNN's, for DeepSeek's models. For other
+# unequal features torch takes its memory-efficient kernel, which needs at least twice the time of
+# the Triton kernels.
 UNEQUAL = (192, 128)
 FIRST_CUDNN = 91100
-"""The first release of cuDNN whose kernel has gradients for them."""
+"""The first release of cuDNN whose kernel computes gradients for UNEQUAL."""
 
 
 class BackendChoice(NamedTuple):
@@ -42,7 +43,7 @@ class BackendChoice(NamedTuple):
     backend: str
     """"sdpa", "triton", "torch", "reference", or "higher_order" (the definition in chunks)."""
     against_sdpa: str | None = None
-    """None where "sdpa" is taken, or was not considered."""
+    """None if "sdpa" is taken, or was not considered."""
     against_triton: str | None = None
 
     @property
@@ -56,7 +57,7 @@ class BackendChoice(NamedTuple):
         return "; ".join(reasons) or "it is named"
 
 
-# The choices that have nothing to add, made once.
+# The choices without a reason against another backend, made once.
 SDPA, REFERENCE, TORCH, TRITON = map(BackendChoice, ("sdpa", "reference", "torch", "triton"))
 
 
@@ -88,9 +89,10 @@ def choose_backend(call: AttentionCall) -> BackendChoice:
 
 
 def reason_against_sdpa(call: AttentionCall) -> str | None:
-    """Return why torch's kernels cannot take the call, or are not known to be right, or None.
+    """Return the reason not to take torch's kernels for the call, or None.
 
-    The checks that take the host longest come last.
+    A reason is that they cannot run the call, are slower, or are not known to be right. The checks
+    that take the host longest come last.
     """
     operands, mask, window, options, with_logsumexp, *_ = call
     if torch_private.fused_sdp_choice is None:
@@ -129,7 +131,7 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
 
 
 def _reason_against_sdpa_on_cuda(operands: Operands, size: AttentionSizes, causal: bool) -> str | None:
-    """Return why torch's kernels for CUDA cannot take the call, or None."""
+    """Return the reason not to take torch's CUDA kernels for the call, or None."""
     if operands.query.dtype not in HALVES:
         return "its kernels for float32 are slower"
     if size.K > 256 or size.K % 8:
@@ -145,9 +147,10 @@ def _reason_against_sdpa_on_cuda(operands: Operands, size: AttentionSizes, causa
 
 
 def _takes_cudnn(tensors: tuple[Tensor, Tensor, Tensor], causal: bool) -> bool:
-    """Return True if torch takes cuDNN's kernel for features that differ.
+    """Return True if torch takes cuDNN's kernel for the unequal features.
 
-    A compiled graph asks torch when it runs, and other classes than Tensor cannot be asked about.
+    torch cannot be asked about subclasses of Tensor, and a compiled graph asks torch only when it
+    runs. In these cases the answer is True if the card has the kernel.
     """
     if not _has_unequal_features(tensors[0].device):
         return False
@@ -160,7 +163,7 @@ def _takes_cudnn(tensors: tuple[Tensor, Tensor, Tensor], causal: bool) -> bool:
 
 @marked_constant
 def _has_unequal_features(device: torch.device) -> bool:
-    """Return True if cuDNN has the kernel on this card; a card that is not there counts as one."""
+    """Return True if cuDNN's kernel for UNEQUAL runs on this card, or if no card is there."""
     if not torch.cuda.is_available():
         return True
     major, minor = torch.cuda.get_device_capability(device)
@@ -187,9 +190,9 @@ def _reason_against_triton_on(device: torch.device, dtype: torch.dtype) -> str |
 
 @cache
 def _is_known_to_run(device: torch.device) -> bool:
-    """Return True if the kernels are known to run on this card.
+    """Return True if the kernels are known to run on this card, or if no card is there.
 
-    A call may only be described, for a card that is not there. Such a card counts as one that can.
+    Without a card, `lowtide doctor` describes a call that does not run.
     """
     if not torch.cuda.is_available():
         return True

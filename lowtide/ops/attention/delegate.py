@@ -1,11 +1,11 @@
-"""Hand the plain case on to torch's own scaled_dot_product_attention.
+"""Pass a call to torch's own scaled_dot_product_attention.
 
-The plain case is what one of torch's kernels computes exactly, in O(M) memory. Torch's dense
-fallback is switched off, so it cannot be reached.
+backend.py chooses this way for calls that one of torch's kernels computes exactly, in O(M) memory.
+Torch's dense fallback is switched off, so it cannot run.
 
-The call stands in the caller's graph as torch's own would: nothing is wrapped around it. Torch's
-kernels cannot be differentiated twice, nor with batched gradients, and its CUDA kernels misread
-some upstream gradients. So the node of the graph that runs backward has a hook.
+The caller's autograd graph gets torch's own node, without a node of lowtide's around it. Torch's
+kernels support neither second derivatives nor batched gradients, and its CUDA kernels misread some
+upstream gradients. A hook on the node handles these cases in backward.
 
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of queries and keys, E
 of values.
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-# Imported by name: the attribute of torch.nn.functional may have been replaced by ours.
+# Import the function itself: a caller may have replaced the attribute of torch.nn.functional by
+# lowtide's function.
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from lowtide.core import torch_private
@@ -33,7 +34,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def attention(operands: Operands, causal: bool, options: AttentionOptions) -> Tensor:  # [B, H, M, E]
-    """Compute attention by torch's kernels, [B, H, M, E], with a gradient where one is needed."""
+    """Compute attention by torch's kernels."""
     handed = SdpaCall(operands, causal, options)
     if handed.is_fused(operands):
         return handed.run(*operands[:3])
@@ -42,7 +43,7 @@ def attention(operands: Operands, causal: bool, options: AttentionOptions) -> Te
 
 
 class SdpaCall:
-    """Hold the options of a call as torch's function takes them."""
+    """Hold the options of a call, as lowtide's and as arguments of torch's function."""
 
     __slots__ = ("given", "options")
 
@@ -56,26 +57,26 @@ class SdpaCall:
         }
 
     def is_fused(self, operands: Operands) -> bool:
-        """Return True if torch takes a fused kernel under its present settings.
+        """Return True if torch takes a fused kernel with its present settings.
 
-        This asks the function that torch itself asks, which does not know subclasses. Changing the
-        settings and restoring them takes the host 25 us.
+        Then the settings can stay: changing and restoring them takes the host 25 us. The answer is
+        that of the function that torch itself asks, which does not know subclasses of Tensor.
         """
         tensors, device = operands[:3], operands.device.type
         if any(type(tensor) is not Tensor for tensor in tensors):
             return False
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != operands.query.dtype:
-            return False  # autocast is to be off for float64, which it would cast
+            return False  # float64, which torch's function would cast under autocast
         return torch_private.fused_sdp_choice(*tensors, **self.given) in FUSED_NUMBERS
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # [B, H, M, E]
-        """Call torch's function, and hook its node of the graph."""
+        """Call torch's function, and hook the node that it adds to the autograd graph."""
         if not (query.requires_grad or key.requires_grad or value.requires_grad):
             return torch_sdpa(query, key, value, **self.given)
         if not torch.is_grad_enabled():
             return torch_sdpa(query, key, value, **self.given)
         # Hooks on saved tensors may bring these back in strides or at addresses that torch's
-        # kernels misread. The operator looks at what comes back.
+        # kernels misread. With such hooks the operator runs, which checks what comes back.
         if torch_private.current_node is not None and torch_private.top_saved_tensors_hooks(False) is None:
             out = torch_sdpa(query, key, value, **self.given)
             node = out.grad_fn
@@ -86,10 +87,10 @@ class SdpaCall:
 
 
 def _before_backward(strides: tuple[int, ...], grad_outputs: Gradients) -> Gradients | None:
-    """Return an upstream gradient that torch's kernels read rightly; `strides` are the result's.
+    """Return an upstream gradient that torch's kernels read correctly, or None if this one is.
 
-    Where backward is to be differentiated, torch's kernel gets zeros, and a second hook replaces
-    what it returns.
+    `strides` are the result's. If backward is to be differentiated, torch's kernel gets zeros, and
+    a second hook replaces the gradients that it returns.
     """
     grad_output, *others = grad_outputs
     if grad_output is None:
@@ -110,8 +111,8 @@ def _before_backward(strides: tuple[int, ...], grad_outputs: Gradients) -> Gradi
 def _after_backward(
     handles: list[Any], grad_output: Tensor, zeros: Tensor, grad_inputs: Gradients, grad_outputs: Gradients
 ) -> Gradients | None:
-    """Return gradients that can be differentiated in place of those that cannot."""
-    if grad_outputs[0] is not zeros:  # another thread's pass
+    """Return gradients that can be differentiated, in place of those of torch's kernel."""
+    if grad_outputs[0] is not zeros:  # this pass of backward is another thread's
         return None
     handles.pop().remove()
     node = torch_private.current_node()

@@ -1,6 +1,8 @@
-"""Send a call, in one layout, to the backend that backend.py chooses for it.
+"""Send a call to the backend that backend.py chooses for it.
 
-Shapes: B batches; H query heads; M queries, N keys; E features of values.
+The operands are in the layout of the computation, [B, H, M, K], whatever the caller's layout is.
+
+Shapes: B batches; H query heads; M queries, N keys; K features of queries and keys, E of values.
 """
 
 import torch
@@ -26,7 +28,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the result [B, H, M, E], and the logsumexp [B, H, M] if it is asked for.
 
-    A call of these tensors, the caller's, may be remembered as `known`.
+    `known` is the call's signature (remembered.py), and `tensors` are the caller's own. If both are
+    given, the call may be remembered.
     """
     E = call.operands.value.shape[3]
     call = prepare(call)
@@ -38,7 +41,7 @@ def attention(
 
 
 def choose(call: AttentionCall) -> BackendChoice:
-    """Return the backend that `attention` takes, or raise what it raises."""
+    """Return the backend that `attention` takes, or raise the error that it raises."""
     return choose_backend(prepare(call))
 
 
@@ -60,7 +63,10 @@ def prepare(call: AttentionCall) -> AttentionCall:
 
 
 def _run(call: AttentionCall, backend: str) -> tuple[Tensor, Tensor | None]:
-    """Run a backend. The call that torch's kernels take comes first and allocates nothing."""
+    """Run the chosen backend.
+
+    torch's kernels come first: their calls need neither intervals nor a seed.
+    """
     if backend == "sdpa" and not torch.compiler.is_compiling():
         return delegate.attention(call.operands, call.mask is not None, call.options), None
     operands, options = call.operands, call.options._replace(backend=backend)
@@ -80,7 +86,7 @@ def _run(call: AttentionCall, backend: str) -> tuple[Tensor, Tensor | None]:
 
 
 def _check_mask(operands: Operands, mask: AttentionBias) -> None:
-    """Raise if the mask was made for other sizes, or has several sequences for several batches."""
+    """Raise if the mask is for other sizes, or if it holds sequences and B is not 1."""
     B, _, M, _ = operands.query.shape
     mask.check(M, operands.key.shape[2])
     if B != 1 and mask.blocks(operands.device) is not None:
@@ -88,7 +94,7 @@ def _check_mask(operands: Operands, mask: AttentionBias) -> None:
 
 
 def _autocast(operands: Operands) -> Operands:
-    """Cast query, key and value to autocast's dtype, but not float64, as torch does."""
+    """Cast query, key and value to autocast's dtype; like torch, leave float64 as it is."""
     device = operands.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return operands
@@ -103,7 +109,10 @@ def _autocast(operands: Operands) -> Operands:
 def _draw_seed(
     seed: int | Tensor | None, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:  # 0-d int64
-    """Return dropout's seed on the device: the one given, or one that the generator draws."""
+    """Return dropout's seed on the device: the one given, or one drawn by the generator.
+
+    Without a generator, torch's default one of the device draws the seed.
+    """
     if isinstance(seed, Tensor):
         return seed.to(device)
     if seed is not None:

@@ -22,7 +22,7 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
         second = memory_efficient_attention_with_lse(q, k[:, n:], v[:, n:])
         out, lse = merge_attentions([first, second])   # attention to all of k
 
-    Each part is weighted by its share of the softmax's denominator:
+    Each part p is weighted by its share of the softmax's denominator:
 
     .. math::
         \mathrm{lse} = \log \sum_p e^{\mathrm{lse}_p}, \qquad
@@ -39,9 +39,10 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     Precision: a part's weight is as exact as its logsumexp. Where all scores are about -1e9, a
     float32 logsumexp has no digits left for the number of keys, so each part counts the same.
 
-    Derivatives: to any order, with respect to the outs and the logsumexps; merged halves have the
-    gradients of the whole. A part in which a query sees no key (logsumexp -inf) has weight 0. A
-    query that sees no key in any part gets 0 and -inf, and finite gradients.
+    Derivatives: to any order, with respect to the outs and the logsumexps. The gradients of query,
+    key and value are those of attention to all the keys. A part in which a query sees no key
+    (logsumexp -inf) has weight 0. A query that sees no key in any part gets 0 and logsumexp -inf,
+    and its gradients are finite.
 
     Memory: O(P B M H) for the weights, and a few tensors of the size of out in the logsumexps'
     dtype.
@@ -67,7 +68,10 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
 
 
 def _as_factor(share: Tensor, out: Tensor) -> Tensor:
-    """Return a logsumexp's weight [B, H, M] as [B, M, H, 1], to multiply an out."""
+    """Return a part's weight, in the shape of its logsumexp, as a factor of its out.
+
+    [B, H, M] becomes [B, M, H, 1], and [B, M] becomes [B, M, 1].
+    """
     return share.movedim(-1, 1)[..., None] if out.dim() > 3 else share[..., None]
 
 

@@ -1,10 +1,12 @@
-"""Remember which calls torch's own kernels take, and which the Triton kernels, by one check.
+"""Remember calls that torch's own kernels or the Triton kernels took, and run calls like them.
 
-Checking and choosing take the host longer than torch's own function. Their answer depends on what a
-signature holds (types, shapes, strides, dtypes, devices, options, and torch's settings), and on
-addresses, autocast and transforms. These are looked at in each call.
+Checking a call and choosing its backend take the host longer than torch's own function. Their
+outcome depends on the call's signature: types, shapes, strides, dtypes, devices, options, and
+torch's settings. So a call with the signature of an earlier one is neither checked nor chosen for
+again. The outcome also depends on addresses, autocast and transforms, which are looked at in each
+call.
 
-Shapes: B batches; H heads, M queries, N keys; E features of values.
+Shapes: B batches; H heads; M queries; E features of values.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -25,14 +27,14 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value and bias as the caller has them."""
 Signature = tuple[Any, ...]
 Results = tuple[Tensor, Tensor | None]
-"""The result, and the logsumexp if it is asked for."""
+"""The result, and the logsumexp or None if it is not asked for."""
 
 
 class RememberedAttention(Protocol):
-    """Run a call like an earlier one."""
+    """Run calls that are like an earlier one."""
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Results | None:
-        """Return the results in the caller's layout, or None for a call to check and choose for."""
+        """Return the results in the caller's layout, or None for a call that must be checked."""
 
 
 class HandedOn(NamedTuple):
@@ -62,13 +64,14 @@ class Launched(NamedTuple):
     def run(self, *tensors: Tensor | None) -> Results | None:
         if torch.is_autocast_enabled(self.device) or in_transform(*tensors):
             return None
-        # In a checkpoint, a call that is computed again must save the same tensors.
+        # A checkpoint computes a call twice, and the same tensors must be saved each time. A
+        # recorded call saves other tensors than the operators, which may have run the first time.
         if torch_private.top_saved_tensors_hooks(True) is not None:
             return None
         return self.call.run(*tensors)
 
 
-# All are forgotten where there are so many, as with sizes that change from call to call.
+# The most calls to remember. At this number all are forgotten: sizes may change with every call.
 MOST = 4096
 _calls: dict[Signature, RememberedAttention] = {}
 
@@ -76,9 +79,10 @@ _calls: dict[Signature, RememberedAttention] = {}
 def signature(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *options: Any
 ) -> Signature | None:
-    """Return what tells calls apart, or None for a call that is not remembered.
+    """Return what distinguishes a call from others, or None for a call that cannot be remembered.
 
-    It decides on errors too: a tensor that has no sizes or strides is not remembered.
+    A remembered call is not checked, so the signature holds all that checks depend on. A tensor
+    without sizes or strides (nested or sparse) has no signature.
     """
     if torch.compiler.is_compiling():
         return None
@@ -110,7 +114,7 @@ def run(
 
 
 def remember(known: Signature, tensors: Tensors, call: AttentionCall, backend: str) -> None:
-    """Remember a call whose operands are its tensors as they are, or transposed."""
+    """Remember a call, if its operands are the caller's tensors or transposed views of them."""
     if torch.is_autocast_enabled(call.operands.device.type) or in_transform(*tensors):
         return
     for place, (each, own) in enumerate(zip(tensors, call.operands)):
@@ -144,12 +148,12 @@ def _entry(tensors: Tensors, call: AttentionCall, backend: str) -> RememberedAtt
 
 
 def forget() -> None:
-    """Forget all calls, where something else changes that they depend on."""
+    """Forget all calls; needed if something changes that no signature holds."""
     _calls.clear()
 
 
 def _are_usual(device: str, *tensors: Tensor) -> bool:
-    """Return True for tensors that lie as torch's kernels need, outside autocast and transforms."""
+    """Return True outside autocast and transforms, if CUDA tensors begin at aligned addresses."""
     if torch.is_autocast_enabled(device) or in_transform(*tensors):
         return False
     return device != "cuda" or not any(each.data_ptr() % BYTES for each in tensors)
