@@ -4,7 +4,7 @@ Nothing here chooses a backend or runs a kernel.
 
 The modules, in the order of imports (a module imports only those above it):
 
-    masks.py       mask classes, and the interval of keys that each query sees
+    masks.py       the mask classes, and the interval of keys that each query sees
     operands.py    the tensors and options of a call, in one layout
     validation.py  errors for arguments that do not fit
     layouts.py     views from the callers' layouts to [B, H, M, K] and back

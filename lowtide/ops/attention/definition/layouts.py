@@ -1,6 +1,6 @@
-"""Bring the callers' tensors into the computation's layout, [B, H, M, K], and results back.
+"""Bring the caller's tensors into the computation's layout, [B, H, M, K], and results back.
 
-Results and operands are views. Where strides allow no view, they are copies of O(M K) numbers.
+Operands and results are views of the tensors. Where strides allow no view, they are copies.
 
 Shapes: B batches; H query heads, G key heads; M queries, N keys; K features, E of values.
 """
@@ -15,13 +15,13 @@ from lowtide.ops.attention.definition.validation import check_tensors
 
 
 class CallerLayout(NamedTuple):
-    """Hold the caller's layout, to bring a result back into it."""
+    """Hold the caller's layout, and bring results back into it."""
 
     name: str
     leading: tuple[int, ...] = ()
-    """In the torch layout: the dimensions that B, H stand for."""
+    """The sizes of the caller's dimensions that became B and H, in the torch layout."""
     groups: int = 0
-    """In the layout [B, M, G, H, K]: G; 0 elsewhere."""
+    """G in the layout [B, M, G, H, K]; 0 in other layouts."""
 
     def result(self, out_BHME: Tensor) -> Tensor:
         """Return a result [B, H, M, E] in the caller's layout."""
@@ -44,8 +44,11 @@ def from_xformers(
 ) -> tuple[CallerLayout, Tensor, Tensor, Tensor, Tensor | None]:
     """Return the layout, and query, key, value and bias in [B, H, M, K].
 
-    The layouts are [B, M, K]; [B, M, H, K], where key and value may have fewer heads; and
-    [B, M, G, H, K], where key and value may be expanded or have H = 1.
+    The caller's layout is one of these:
+
+        [B, M, K]
+        [B, M, H, K], where key and value may have fewer heads
+        [B, M, G, H, K], where key and value may be expanded along H, or have size 1 there
     """
     check_tensors({"query": query, "key": key, "value": value})
     dims = query.dim()
@@ -87,7 +90,7 @@ def from_torch(
 ) -> tuple[CallerLayout, Tensor, Tensor, Tensor, Tensor | None]:
     """Return the layout, and query, key, value and mask in [B, H, M, K].
 
-    The layout is [..., H, M, E]; the leading dimensions broadcast.
+    The caller's layout is [..., H, M, K]; the leading dimensions broadcast.
     """
     named = {"query": query, "key": key, "value": value}
     check_tensors(named)
@@ -114,7 +117,7 @@ def from_torch(
 
 
 def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:
-    """Return the mask with its leading dimensions flattened to one."""
+    """Return the mask with the dimensions before its last three flattened to one."""
     dims = len(batches) + 3
     mask = _padded(mask, dims, f"{dims} dimensions")
     own = mask.shape[:-3]
@@ -126,7 +129,7 @@ def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:
 
 
 def _padded(bias: Tensor, dims: int, wanted: str) -> Tensor:
-    """Return a bias with leading dimensions of size 1 added, up to `dims` dimensions."""
+    """Return a tensor with `dims` dimensions; the added ones have size 1 and come first."""
     if bias.dim() > dims:
         raise ArgumentError(f"attn_bias must broadcast to {wanted}, got {list(bias.shape)}")
     return bias[(None,) * (dims - bias.dim())]

@@ -1,9 +1,9 @@
-"""Define masks that know which keys a query sees, under the names that xformers gave them.
+"""Define the masks, under the names that xformers gave them.
 
-A query sees a key if it attends to it. With each mask here a query sees one interval of keys, and
-the intervals of later queries begin and end no earlier. So a mask is two vectors of M numbers. They
-tell the kernels which tiles to skip, which to take whole, and which to mask inside. A tensor of any
-shape that broadcasts to the scores can be added: `mask.add_bias(tensor)`.
+A query sees a key if it attends to the key. With each of these masks a query sees one interval of
+keys, and the intervals of later queries begin and end no earlier. So a mask is two vectors of M
+numbers. From these vectors the kernels know which tiles to skip, which to take whole, and in which
+to mask single scores. `mask.add_bias(tensor)` adds a tensor that broadcasts to the scores.
 
 Shapes: M queries, N keys; i counts queries, j keys.
 """
@@ -20,16 +20,16 @@ from torch.nn import Parameter
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
-# Advice on adding several tensors of one call up to a single bias; the page named has an example.
+# Advice on how to add several tensors up to one bias; the page that it names has an example.
 ONE_TENSOR = "a bool one as bias.masked_fill(~seen, -inf); docs/howto/bias_attention.md, With padding"
 TWO_BIASES = f"this mask has a bias already; add the two tensors first, {ONE_TENSOR}"
 
 
 class Band(NamedTuple):
-    """Hold the diagonals that are seen: -left <= j - i - offset <= right; None is no limit.
+    """Hold the band of keys that a query sees: -left <= j - i - offset <= right.
 
-    The offset is 0, or N - M if the band is counted from the bottom right: the last query then
-    meets the last key.
+    None is no limit. The offset is 0, or N - M if the band is counted from the bottom right. Then
+    the diagonal j = i + offset ends at the last query and the last key.
     """
 
     left: int | None = None
@@ -50,20 +50,20 @@ class Intervals(NamedTuple):
 class AttentionBias:
     """Represent a mask that hides no key; the base class of all masks.
 
-    A mask's tensor may require a gradient, in its own shape.
+    The mask's tensor may require a gradient, which has the tensor's own shape.
     """
 
     band = Band()
     bias: Tensor | None = None
-    """Added to the scores (bool: True takes part); broadcasts to [B, H, M, N]."""
+    """The mask's tensor: added to the scores (bool: True takes part), broadcast to [B, H, M, N]."""
     made_for: tuple[int, int] | None = None
-    """The number of queries and the number of keys; None for any."""
+    """The numbers of queries and keys that the mask is for; None if it is for any."""
 
     def add_bias(self, bias: Tensor) -> "AttentionBias":
         """Return the same mask with a tensor that is added to the scores.
 
-        Shapes: bias broadcasts to [B, H, M, N]; floating-point, or bool, where True takes part. It
-        may require a gradient.
+        Shapes: bias broadcasts to [B, H, M, N]. It is floating-point, or bool, where True takes
+        part. It may require a gradient.
 
         Raises:
             ValueError, TypeError: if the mask has a tensor already, or `bias` is no tensor.
@@ -81,8 +81,8 @@ class AttentionBias:
     ) -> Tensor:
         """Return the mask as a dense tensor [..., M, N] to be added to the scores.
 
-        It is 0, or the mask's own bias, where a key is seen, and -inf elsewhere. It takes O(M N)
-        memory for each leading index.
+        Where a query sees a key, the value is 0 or that of the mask's own bias; elsewhere it is
+        -inf. The tensor takes O(M N) memory for each leading index.
         """
         *_, M, N = shape
         dense = torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -102,7 +102,10 @@ class AttentionBias:
             raise ArgumentError(f"attn_bias is made for {queries} queries and {keys} keys, got {M} and {N}")
 
     def blocks(self, device: torch.device) -> "tuple[Tensor, Tensor] | None":
-        """Return where sequences start among queries and among keys; None without sequences."""
+        """Return where each sequence starts among queries and among keys, and where the last ends.
+
+        Return None for a mask without sequences.
+        """
         return None
 
     def __repr__(self) -> str:
@@ -181,7 +184,8 @@ class BlockDiagonalMask(AttentionBias):
         self.q_starts = (0, *accumulate(q_seqlens))
         self.k_starts = (0, *accumulate(kv_seqlens))
         self.made_for = self.q_starts[-1], self.k_starts[-1]
-        # Named as xformers names it: code that makes the mask of lengths alone (DINOv2) sets it.
+        # The name is that of xformers, because some code (DINOv2) makes the mask from lengths alone
+        # and then sets this attribute.
         self._batch_sizes = batch_sizes
         self._starts: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -195,8 +199,8 @@ class BlockDiagonalMask(AttentionBias):
     ) -> "BlockDiagonalMask":
         """Return the mask of sequences with these lengths; `kv_seqlen` defaults to `q_seqlen`.
 
-        With a device, the starts are copied there now. Raises a ValueError if a length is no int of
-        at least 0, or the two lists differ in length.
+        If a device is given, the starts of the sequences are copied there now. Raises a ValueError
+        if a length is not an int of at least 0, or if the two lists differ in length.
         """
         mask = cls(tuple(q_seqlen), tuple(q_seqlen if kv_seqlen is None else kv_seqlen))
         if device is not None:
@@ -227,7 +231,7 @@ class BlockDiagonalMask(AttentionBias):
         return self._split(tensor, self.k_starts)
 
     def _split(self, tensor: Tensor, starts: Sequence[int]) -> list[Tensor]:
-        """Return the parts of a tensor between these starts, by the batches that were joined."""
+        """Return the parts of a tensor: one for each joined tensor, or else for each sequence."""
         if tensor.shape[:2] != (1, starts[-1]):
             raise ArgumentError(f"tensor must have shape [1, {starts[-1]}, ...], got {list(tensor.shape)}")
         parts, sequence = [], 0
@@ -244,7 +248,10 @@ class BlockDiagonalMask(AttentionBias):
         return causal  # type: ignore[return-value]
 
     def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return where the sequences start among queries and among keys, int32 on the device."""
+        """Return where each sequence starts among queries and among keys, and where the last ends.
+
+        Both vectors are int32, on the device.
+        """
         if device not in self._starts:
             self._starts[device] = (
                 torch.tensor(self.q_starts, dtype=torch.int32, device=device),
@@ -265,6 +272,7 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
     band = Band(right=0)
 
 
+# The masks that their band, their sizes and their tensor describe in full.
 BY_BAND = {
     AttentionBias,
     LowerTriangularMask,
@@ -275,9 +283,9 @@ BY_BAND = {
 
 
 def likeness(attn_bias: Any) -> Hashable | None:
-    """Return what masks that show the same keys have in common, beside their tensors.
+    """Return a value that is equal only for masks that show the same keys, their tensors aside.
 
-    None, for a mask of sequences or of an unknown class, tells nothing.
+    Return None for a mask of sequences or of an unknown class: it has no such value.
     """
     kind: Any = type(attn_bias)
     if attn_bias is None or kind is Tensor or kind is Parameter:
@@ -288,7 +296,7 @@ def likeness(attn_bias: Any) -> Hashable | None:
 def is_from_torch(bias: object) -> bool:
     """Return True for a bias of torch's causal_upper_left or causal_lower_right.
 
-    It is recognised by name, since importing torch's module takes seconds.
+    The class is recognised by its name, because importing torch's module takes seconds.
     """
     kind = type(bias)
     return kind.__name__ == "CausalBias" and kind.__module__ == "torch.nn.attention.bias"
@@ -316,14 +324,14 @@ def window_band(window: tuple[int | None, int | None]) -> Band:
 def intervals(
     mask: AttentionBias | None, window: Band | None, M: int, N: int, device: torch.device
 ) -> Intervals | None:
-    """Return the keys that each query sees; None if all queries see all keys."""
+    """Return the interval of keys that each query sees; None if all queries see all keys."""
     starts = None if mask is None else mask.blocks(device)
     bands = [band for band in (None if mask is None else mask.band, window) if band is not None]
     bands = [band for band in bands if (band.left, band.right) != (None, None)]
     if starts is None and not bands:
         return None
     row_M = torch.arange(M, dtype=torch.int32, device=device)
-    # Plain numbers where there is one sequence: on CUDA a vector operation takes the host 5 us.
+    # Without sequences these stay plain numbers: on CUDA a vector operation takes the host 5 us.
     low: Any = 0
     high: Any = N
     offset: Any = N - M
@@ -331,7 +339,7 @@ def intervals(
         q_starts, k_starts = starts
         block_M = torch.searchsorted(q_starts[1:], row_M, right=True)
         low, high = k_starts[block_M], k_starts[block_M + 1]
-        row_M = row_M - q_starts[block_M] + low  # the key at the same position of its sequence
+        row_M = row_M - q_starts[block_M] + low  # the key at the query's position in the sequence
         offset = high - low - (q_starts[block_M + 1] - q_starts[block_M])
     firsts, ends = [], []
     for band in bands:
@@ -357,7 +365,7 @@ def visible(found: Intervals, N: int) -> Tensor:
 
 
 def is_plain_causal(mask: AttentionBias | None, M: int, N: int) -> bool:
-    """Return True if the mask means torch's is_causal, and nothing else."""
+    """Return True if the mask means exactly what torch's is_causal means."""
     return (
         isinstance(mask, (LowerTriangularMask, LowerTriangularFromBottomRightMask))
         and mask.bias is None

@@ -1,7 +1,7 @@
-"""Define what is computed: the tensors of a call, in one layout, and its options.
+"""Define the tensors of a call, in the layout of the computation, and the call's options.
 
-Shapes: B batches; H query heads, G key heads, R = H / G query heads to a key head (they follow each
-other); M queries, N keys; K features of queries and keys, E of values.
+Shapes: B batches; H query heads, G key heads; R = H / G query heads, which follow each other, share
+a key head; M queries, N keys; K features of queries and keys, E of values.
 """
 
 from collections.abc import Sequence
@@ -40,18 +40,21 @@ class Operands(NamedTuple):
 
     @property
     def adds_bias(self) -> bool:
-        """Return True if the bias is floating-point, and so added; a bool bias hides scores."""
+        """Return True if the bias is floating-point, which is added; a bool one hides scores."""
         return self.bias is not None and self.bias.dtype != torch.bool
 
     @property
     def statistics_shape(self) -> tuple[int, int, int, int]:
         """Return the shape of what forward keeps of each row for backward, [B, H, 2, M].
 
-        The row's logsumexp is the sum of the two numbers: the maximum of the scores, and the
-        logarithm of the sum of exp(score - maximum). In one number, a maximum of -1e9, as a bias
-        may make it, would absorb the logarithm; and one of some hundreds its last digits, which are
-        those of the weight of a confident row. For a row that sees no key the maximum is the lowest
-        number and the logarithm is -inf.
+        The two numbers of a row are the maximum of its scores, and the logarithm of the sum of
+        exp(score - maximum). Their sum is the row's logsumexp. They are kept apart, because in the
+        sum a large maximum absorbs digits of the logarithm. A maximum of -1e9, which a bias may
+        cause, absorbs all of them. One of some hundreds absorbs the last ones, which the largest
+        weight of a confident row depends on. For a row that sees no key the maximum is the lowest
+        finite number, and the logarithm is -inf.
+
+        "sdpa" has the logsumexp in place of the maximum, and 0 in place of the logarithm.
         """
         B, H, M, _ = self.query.shape
         return B, H, 2, M
@@ -62,30 +65,31 @@ class AttentionOptions(NamedTuple):
 
     scale: float
     softcap: float = 0.0
-    """0 for none."""
+    """0 for no soft cap."""
     dropout: float = 0.0
     rows_first: bool = True
-    """True if results lie in memory as [B, M, H, E], False for [B, H, M, E]."""
+    """True if results lie in memory as [B, M, H, E], False if as [B, H, M, E]."""
     backend: str = "auto"
     """"auto" or a backend's name; for the operators "sdpa", "triton" or "torch"."""
     causal: bool = False
-    """For the operators' "sdpa" alone: query i sees the keys j <= i. Others get intervals."""
+    """For "sdpa" in the operators: True if query i sees the keys j <= i. Others get intervals."""
     keep_low: bool = False
-    """For the operators' "triton" alone: forward returns the result's low half too."""
+    """For "triton" in the operators: True if forward returns the result's low half too."""
 
 
 class AttentionCall(NamedTuple):
     """Hold one call, in the layout of the computation, before its backend is chosen."""
 
     operands: Operands
-    """Without intervals and seed."""
+    """The operands, without intervals and seed."""
     mask: AttentionBias | None
     window: Band | None
     options: AttentionOptions
     with_logsumexp: bool = False
     seed: int | Tensor | None = None
-    """Dropout's seed; None if the generator, or torch's default one, draws it."""
+    """Dropout's seed; None if the generator draws it."""
     generator: torch.Generator | None = None
+    """The generator of the seed; None for torch's default one of the device."""
 
 
 class AttentionSizes(NamedTuple):
@@ -101,7 +105,7 @@ class AttentionSizes(NamedTuple):
 
     @property
     def R(self) -> int:
-        """Return the number of query heads to a key head."""
+        """Return the number of query heads that share a key head."""
         return self.H // self.G if self.G else 1
 
 
@@ -114,20 +118,20 @@ def sizes(operands: Operands) -> AttentionSizes:
 def allocate_low(out: Tensor) -> Tensor:
     """Return memory for the result's low half, in the strides of the result.
 
-    That is what rounding to half precision takes off the result, in bfloat16. Backward forms
-    rowsum(o do) of both halves, or its rounding would be most of the gradient of a row whose weight
-    lies on one key.
+    The low half is the part of the result o that rounding to half precision takes off, in bfloat16.
+    Backward computes rowsum(o do) from both halves, where do is the upstream gradient. Without the
+    low half, rounding errors would dominate the gradient of a row whose weight lies on one key.
     """
     return torch.empty_like(out, dtype=torch.bfloat16)
 
 
 def is_far(tensor: Tensor) -> bool:
-    """Return True if the elements of 128 rows lie further apart than 32 bits can express."""
+    """Return True if 128 rows span so many elements that a 32-bit offset would overflow."""
     return 128 * tensor.stride(2) + tensor.shape[3] * tensor.stride(3) >= 1 << 31
 
 
 def allocate(like: Tensor, shape: Sequence[int], rows_first: bool) -> Tensor:
-    """Return memory for [B, H, M, X], in this order or as [B, M, H, X]."""
+    """Return memory of the shape [B, H, M, X], which lies in this order or as [B, M, H, X]."""
     B, H, M, X = shape
     if rows_first:
         return like.new_empty(B, M, H, X).transpose(1, 2)

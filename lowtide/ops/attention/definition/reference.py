@@ -30,13 +30,17 @@ def attention(operands: Operands, options: AttentionOptions) -> tuple[Tensor, Te
 def attend(
     operands: Operands, shown_MN: Tensor | None, keep_BHMN: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return result and logsumexp for operands in the sums' dtype, with mask and dropout dense."""
+    """Return result and logsumexp for operands in the sums' dtype.
+
+    shown_MN is True where query i sees key j, keep_BHMN where dropout keeps the score; None stands
+    for True everywhere.
+    """
     query, key, value, bias = operands.differentiable
     size = sizes(operands)
     B, H, G, M, N, K, E = size
     rows = size.R * M
     with torch.autocast(operands.device.type, enabled=False):
-        # Query heads of one key head are rows of one product, so that no key is repeated.
+        # Query heads that share a key head are rows of one product, so that keys are not repeated.
         z_BHMN = (query.reshape(B, G, rows, K) @ key.mT).reshape(B, H, M, N) * options.scale
         if options.softcap:
             z_BHMN = options.softcap * torch.tanh(z_BHMN / options.softcap)
@@ -46,7 +50,8 @@ def attend(
             z_BHMN = z_BHMN + bias.to(z_BHMN.dtype)
         if shown_MN is not None:
             z_BHMN = z_BHMN.masked_fill(~shown_MN, -torch.inf)
-        # A row that sees no key has sum 0, whatever its shift; its result is 0.
+        # The maximum of a row that sees no key is clamped to a finite number. Then the row's sum
+        # and its result are 0, and not NaN.
         lowest = torch.finfo(z_BHMN.dtype).min
         max_BHM1 = z_BHMN.detach().amax(-1, keepdim=True) if N else z_BHMN.new_zeros(B, H, M, 1)
         max_BHM1 = max_BHM1.clamp(min=lowest)

@@ -1,4 +1,4 @@
-"""Check what a call looks like.
+"""Check the tensors and options of a call.
 
 Each error message names the argument, what was expected, what came, and what to do.
 """
@@ -33,7 +33,7 @@ def check_tensors(named: Mapping[str, object]) -> None:
 
 
 def _check_memory(name: str, tensor: Tensor) -> None:
-    """Raise unless the tensor is numbers in memory that torch's functions understand."""
+    """Raise unless the tensor is dense, and torch's functions treat it as a plain one."""
     kind = type(tensor)
     if (kind is Tensor or kind is Parameter) and tensor.layout is torch.strided and not tensor.is_nested:
         return
@@ -50,10 +50,10 @@ def _check_memory(name: str, tensor: Tensor) -> None:
 
 
 def _check_subclass(name: str, tensor: Tensor, kind: type[Tensor]) -> None:
-    """Raise for a subclass whose numbers have a meaning of their own, or are elsewhere."""
+    """Raise for a subclass whose numbers have a meaning of their own, or are on several ranks."""
     function = kind.__torch_function__
-    # Either torch's own for subclasses, which computes as with a plain tensor; or none, as for fake
-    # tensors.
+    # Two are accepted: torch's own one for subclasses, which computes as with a plain tensor, and
+    # the disabled one, which fake tensors have.
     same = getattr(function, "__func__", None) is Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
     if not same and function is not getattr(torch._C, "_disabled_torch_function_impl", None):
         raise ArgumentTypeError(
@@ -94,7 +94,7 @@ def check_bias(name: str, attn_bias: object) -> None:
 def check_operands(operands: Operands) -> None:
     """Raise unless the dtypes, devices and shapes of operands in [B, H, M, K] fit.
 
-    The messages describe the sizes in words, since the caller's layout may be another.
+    The messages name the sizes in words, because the caller's tensors may have another layout.
     """
     query, key, value, bias = operands.differentiable
     if query.dtype not in DTYPES:
@@ -166,7 +166,7 @@ def check_numbers(p: object, scale: object, softcap: object) -> None:
 
 
 def _check_number(name: str, value: object) -> None:
-    """Raise unless the value is a number, and no tensor."""
+    """Raise unless the value is a number; a tensor is not accepted."""
     if isinstance(value, Tensor):
         raise ArgumentTypeError(
             f"{name} must be a float, got a tensor; multiply query with it, or use .item()"
@@ -176,7 +176,7 @@ def _check_number(name: str, value: object) -> None:
 
 
 def check_window(window: object) -> Band | None:
-    """Return the band of a window, or raise."""
+    """Return the band of a window, or raise if the window is not valid."""
     if window is None:
         return None
     if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -185,7 +185,7 @@ def check_window(window: object) -> Band | None:
 
 
 def check_seed(seed: object, generator: object) -> None:
-    """Raise unless at most one of seed and generator is given, and it has the right type."""
+    """Raise if both seed and generator are given, or the given one has a wrong type or value."""
     if seed is not None and generator is not None:
         raise ArgumentError("seed and generator cannot both be given; a generator draws a seed")
     if generator is not None and not isinstance(generator, torch.Generator):
