@@ -7,5 +7,5 @@ The modules, in the order of imports (a module imports only those above it):
     higher_order.py  derivatives of any order, forward mode and vmap
     ops.py           the two registered operators, run by the backend that their options name
     autograd.py      the derivative of these operators
-    recorded_call.py calls of the Triton kernels that repeat an earlier, similar call's launches
+    recorded_call.py calls of the Triton kernels that repeat the launches of an earlier call
 """

@@ -1,7 +1,7 @@
 """Differentiate the operators.
 
-Forward keeps its inputs, its result and the statistics of each row. Backward computes the scores
-again, tile by tile. If backward is to be differentiated itself, or its upstream gradients are
+Forward saves its inputs, its result and the statistics of each row. Backward computes the scores
+again, tile by tile. If backward itself is to be differentiated, or its upstream gradients are
 batched, higher_order.py computes the gradients.
 
 Shapes: B batches, H heads, M queries, E features of values.
@@ -20,7 +20,7 @@ from lowtide.ops.attention.operator import higher_order, ops
 
 Gradients = tuple[Tensor | None, ...]
 
-KEPT_FEATURES = 256  # the most of a result whose low half is kept (decision 0055)
+KEPT_FEATURES = 256  # the most features of a result whose low half is kept (decision 0055)
 
 
 def attention(
@@ -38,12 +38,12 @@ def attention(
 def with_gradients(
     operands: Operands, options: AttentionOptions
 ) -> tuple[AttentionOptions, tuple[bool, ...]]:
-    """Return the options with what forward keeps for backward, and which operands get gradients."""
+    """Return the options with `keep_low` set, and which differentiable operands get gradients."""
     tracked = torch.is_grad_enabled()
     needs_grad = tuple(
         tracked and each is not None and each.requires_grad for each in operands.differentiable
     )
-    # With more features its memory would be no longer small beside that of the scores.
+    # With more features the low half would take too much memory beside that of all scores.
     few = operands.value.shape[-1] <= KEPT_FEATURES
     half = operands.query.dtype.itemsize == 2
     keep_low = half and few and options.backend == "triton" and any((*needs_grad[:2], needs_grad[3]))
@@ -51,7 +51,7 @@ def with_gradients(
 
 
 class _Attention(torch.autograd.Function):
-    """Differentiate the operator `attention` by the operator `attention_backward`."""
+    """Define the derivative of the operator `attention` by the operator `attention_backward`."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""Compute what an operator does not support: derivatives of higher order, forward mode, vmap.
+"""Compute what the operators do not support: derivatives of higher order, forward mode, vmap.
 
-This differentiates the definition itself, a chunk of queries at a time (core/row_function.py):
-exact, in O(M) memory, not fast.
+The definition itself is differentiated, a chunk of queries at a time (core/row_function.py). The
+results are exact and take O(M) memory, but the computation is slow.
 
 Shapes: B batches, H query heads, G key heads, M queries (m in a chunk), N keys, K features, E of
 values.
@@ -15,8 +15,8 @@ from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row
 from lowtide.ops.attention.definition.masks import Intervals, visible
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, sizes
 
-# A chunk's scores take at most this many bytes, and a derivative holds this many copies of them.
-# Every chunk has at least one query.
+# A derivative is assumed to hold COPIES copies of a chunk's scores, which may take WORKSPACE bytes
+# together. Every chunk has at least one query, even if its copies take more.
 WORKSPACE = 64 << 20
 COPIES = 12
 

@@ -1,12 +1,12 @@
-"""Register the operators that a graph sees of lowtide's attention, and run them.
+"""Register attention's operators with torch, and run them.
 
     attention             the result and, if asked for, the statistics of each row and the low half
                           of the result (operands.py)
     attention_backward    the gradients asked for among query, key, value and bias, in this order
 
-The options name the backend. autograd.py differentiates the operators, which have no derivative of
-their own. A graph learns the shapes, dtypes and FLOPs of their outputs here. FLOPs are those of all
-M N scores, since a graph knows no mask.
+The options name the backend that runs an operator. The operators have no derivative of their own;
+autograd.py defines it. The fakes below give the shapes and dtypes of the outputs, and the formulas
+give the FLOPs. FLOPs are those of all M N scores, because the formulas do not know the mask.
 
 Shapes: B batches, H heads, M queries, N keys, K features, E of values.
 """
@@ -71,7 +71,10 @@ def attention_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _parse(arguments: Sequence[Any], saved: int = 0) -> tuple[Sequence[Any], Operands, Any, AttentionOptions]:
-    """Return the arguments before the operands, the operands, what is asked for, and options."""
+    """Return the arguments before the operands, the operands, what is asked for, and the options.
+
+    `saved` is the number of arguments before the operands.
+    """
     end = saved + len(Operands._fields)
     operands, options = Operands(*arguments[saved:end]), AttentionOptions(*arguments[end + 1 :])
     return arguments[:saved], operands, arguments[end], options

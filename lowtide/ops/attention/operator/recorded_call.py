@@ -1,8 +1,8 @@
 """Run the Triton kernels as in an earlier call, by recordings of forward and of backward.
 
 The launchers (triton_backend/) decide by shapes, strides, dtypes and options which kernels run, on
-what grids, and with which numbers. A recording (core/recording/recorded.py) does the same again
-without these decisions. remembered.py says which calls are alike.
+which grids, and with which arguments. A recording (core/recording/recorded.py) repeats the launches
+without deciding again. remembered.py says which calls are alike.
 
 Shapes: B batches; H heads; M queries, N keys; K features, E of values.
 """
@@ -27,9 +27,10 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class RecordedCall:
-    """Hold what calls that are alike have in common, but no tensor.
+    """Hold what calls that are alike have in common, and none of their tensors.
 
-    Their tensors are operands as they are or, with rows first, with M and H exchanged.
+    The tensors of these calls are in the caller's layout: [B, M, H, K] if the options say
+    `rows_first`, [B, H, M, K] if not.
     """
 
     def __init__(self, call: AttentionCall) -> None:
@@ -44,7 +45,7 @@ class RecordedCall:
         self.forward, self.backward = RecordedFunction(self._forward), RecordedFunction(self._backward)
 
     def run(self, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-        """Return the result and the logsumexp, or None for tensors that the operators must see."""
+        """Return the result and the logsumexp, or None if torch's dispatcher must see the call."""
         if not seen_by_nobody(given):
             return None
         if any(self.needs_grad):
@@ -55,17 +56,20 @@ class RecordedCall:
         return out, logsumexp
 
     def attend(self, given: tuple[Tensor | None, ...]) -> Any:
-        """Return the result, the logsumexp if asked for, and what backward needs beside them."""
+        """Return the result, the logsumexp or None, and the other tensors that backward needs."""
         assert given[0] is not None
         with torch.cuda.device_of(given[0]):
             return self.forward(self._pieces(), *given)
 
     def gradients(self, *saved: Tensor | None) -> Any:
-        """Return the gradients of the given tensors, from upstream gradients and saved tensors."""
+        """Return the gradients of the caller's tensors.
+
+        `saved` holds the two upstream gradients and the saved tensors.
+        """
         assert saved[2] is not None
         if not seen_by_nobody(saved):
             return self._backward(*saved, by_operator=True)
-        # Hooks on saved tensors may bring them back in other strides.
+        # Hooks on saved tensors may bring these back in other strides.
         strides = tuple([None if each is None else each.stride() for each in saved])
         with torch.cuda.device_of(saved[2]):
             return self.backward((self._pieces(), strides), *saved)
@@ -80,7 +84,10 @@ class RecordedCall:
         return self._as_given(differentiable_backward(operands, self.options, self.needs_grad, upstream))
 
     def _pieces(self) -> int:
-        """Return what the kernels depend on beside tensors: whether torch allows TF32."""
+        """Return the number of pieces of an operand, which depends on whether torch allows TF32.
+
+        This setting is the only thing beside tensors that the launches depend on.
+        """
         return piece_count(self.dtype)
 
     def _forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> list[Tensor | None]:
@@ -116,7 +123,7 @@ class RecordedCall:
         return Operands(self._turned(query), self._turned(key), self._turned(value), bias, *rest)
 
     def _turned(self, tensor: Any) -> Any:
-        """Return a tensor of the caller's layout in that of the computation, or the other way."""
+        """Return a tensor of the caller's layout in that of the computation, or the reverse."""
         return tensor.transpose(1, 2) if tensor is not None and self.options.rows_first else tensor
 
     def _as_given(self, gradients: Gradients) -> Gradients:
@@ -125,7 +132,10 @@ class RecordedCall:
 
 
 class attention(torch.autograd.Function):
-    """Differentiate a recorded call. Profiles name its node after the class: as the operator."""
+    """Define the derivative of a recorded call.
+
+    Profiles name the node after the class, so the class has the operator's name.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: RecordedCall, *given: Tensor | None) -> Any:

@@ -1,9 +1,9 @@
 """Run torch's own attention kernels as a backend of the operators.
 
-Tensors that these kernels would misread are refused or copied.
+The kernels misread some tensors. Such tensors are refused or copied.
 
 The modules, in the order of imports (a module imports only those above it):
 
     alignment.py  which tensors torch's CUDA kernels can read
-    kernels.py    forward and backward by those kernels
+    kernels.py    forward and backward by torch's kernels
 """

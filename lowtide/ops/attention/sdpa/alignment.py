@@ -1,7 +1,7 @@
 """Check which tensors torch's own CUDA kernels can read.
 
-The kernels load 16 bytes at once. From an address that is no multiple of 16, cuDNN's compute
-garbage without an error, and the others stop with a misaligned address.
+The kernels load 16 bytes at once. If an address is not a multiple of 16, cuDNN's kernels compute
+garbage without an error, and the others fail with a misaligned address.
 
 Shapes: B batches, H heads, M rows (of queries or keys), K features.
 """
@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 BYTES = 16
-# A kernel that counts numbers in 32 bits goes wrong beyond this.
+# A kernel that counts a tensor's numbers in 32 bits goes wrong from this many on.
 NUMBERS = 1 << 31
 
-# Torch 2.11 caches cuDNN's plans by the strides of query, key and value, and ignores those of the
-# output and its gradient. A plan made for other strides misreads them without an error. The rate of
-# dropout is in the cache's key, so with -0.0 our calls share no plan with other code of the
-# program. Among our calls the ignored strides follow the query's.
+# The rate of dropout in lowtide's calls of torch's kernels. Torch 2.11 caches cuDNN's plans by the
+# strides of query, key and value, but not by those of the output and its gradient. A plan made for
+# other strides of these two misreads them without an error. The cache also tells rates of dropout
+# apart. So with -0.0, lowtide's calls share no plan with other code of the program. Among lowtide's
+# calls, the strides of the output and its gradient follow from those of query.
 NO_DROPOUT = -0.0
 
 
 def reason_against(*tensors: Tensor) -> str | None:
-    """Return why torch's CUDA kernels are not known to read such tensors [B, H, M, K], or None."""
-    # torch.compile knows no addresses; compiled code checks them when it runs (kernels.py).
+    """Return why torch's CUDA kernels may misread one of these tensors [B, H, M, K], or None."""
+    # torch.compile does not know addresses. Compiled code checks them when it runs (kernels.py).
     has_address = not torch.compiler.is_compiling()
     step = BYTES // tensors[0].element_size()
     for tensor in tensors:
@@ -44,8 +45,8 @@ def reason_against(*tensors: Tensor) -> str | None:
 def is_aligned(tensor: Tensor) -> bool:
     """Return True if the tensor is known to begin at a multiple of 16 bytes.
 
-    A fake tensor stands for aligned memory plus its offset. Nothing is known of a class whose
-    numbers are elsewhere.
+    A fake tensor is assumed to lie in aligned memory, at its offset. Nothing is known of other
+    classes that do not hold their numbers themselves.
     """
     if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return tensor.data_ptr() % BYTES == 0
@@ -64,7 +65,10 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def readable_in(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the tensor, or a copy in these strides, which a tensor of torch's kernels has."""
+    """Return the tensor, or a copy in these strides if torch's CUDA kernels need one.
+
+    They read the tensor rightly if it has the strides and an aligned address.
+    """
     if tensor.device.type != "cuda" or (tensor.stride() == strides and is_aligned(tensor)):
         return tensor
     copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)

@@ -1,8 +1,9 @@
-"""Run torch's own kernels as a backend of the operators, for compiled graphs.
+"""Run torch's own kernels as a backend of the operators.
 
-The addresses of a graph's tensors are known only when it runs, and no guard asks for them. A tensor
-that these kernels would misread is copied then. Forward keeps the logsumexp of each row, as the
-other backends do.
+Compiled graphs run torch's kernels in this way, and so do calls under hooks on saved tensors
+(delegate.py). The addresses of a graph's tensors are known only when the graph runs, and no guard
+checks them. So the operator copies a tensor that torch's kernels would misread. Forward keeps
+statistics of each row, as the other backends do.
 
 Shapes: B batches; H query heads; M queries, N keys.
 """
@@ -27,7 +28,7 @@ PADDED_ROWS = 32
 
 
 def forward(operands: Operands, options: AttentionOptions, keep_statistics: bool) -> list[Tensor]:
-    """Return the result and, if asked for, the logsumexp and 0 of each row, [B, H, 2, M]."""
+    """Return the result and, if asked for, the statistics: logsumexp and 0, [B, H, 2, M]."""
     tensors = [readable(each) for each in operands[:3]]
     kernel, given = _kernel(tensors, options, keep_statistics), {"scale": options.scale}
     if kernel == SDPBackend.CUDNN_ATTENTION:
@@ -78,7 +79,7 @@ def backward(
     grad_output = readable_in(grad_output, out.stride())
     given_first = (grad_output, *tensors, out)
     logsumexp_BHM, M, N = statistics_BHSM.sum(2), out.shape[2], tensors[1].shape[2]
-    seed: Any = torch.empty(2, dtype=torch.int64, device=out.device)  # read for dropout alone
+    seed: Any = torch.empty(2, dtype=torch.int64, device=out.device)  # read only for dropout
     if kernel == SDPBackend.CUDNN_ATTENTION:
         found = aten._scaled_dot_product_cudnn_attention_backward(
             *given_first, logsumexp_BHM[..., None], seed, seed, None, None, None, M, N,
@@ -102,7 +103,11 @@ def backward(
 
 
 def _kernel(tensors: Sequence[Tensor], options: AttentionOptions, tracked: bool) -> SDPBackend:
-    """Return the kernel that torch takes for such tensors, whatever its settings are."""
+    """Return the fused kernel that torch takes for these tensors.
+
+    If torch's settings exclude all fused kernels, it is the one that torch takes with all of them
+    allowed.
+    """
     query, key, value = (each.detach().requires_grad_(tracked) for each in tensors)
     given = {"is_causal": options.causal, "enable_gqa": query.shape[1] != key.shape[1]}
     found = torch_private.fused_sdp_choice(query, key, value, scale=options.scale, **given)
@@ -115,7 +120,7 @@ def _kernel(tensors: Sequence[Tensor], options: AttentionOptions, tracked: bool)
 
 
 def _in_layout(tensor_BHMX: Tensor, rows_first: bool) -> Tensor:
-    """Return the tensor in the memory layout of `operands.allocate`."""
+    """Return the tensor, or a copy, in the memory layout that `operands.allocate` gives."""
     if rows_first:
         return tensor_BHMX.transpose(1, 2).contiguous().transpose(1, 2)
     return tensor_BHMX.contiguous()

@@ -1,16 +1,18 @@
 """Compute the gradients of attention in plain torch, tile by tile.
 
-Every tile of scores is computed once more. The only other tensor of its size is the gradient of
-these scores. In the notation of forward.py, with do and dlse the upstream gradients,
+Every tile of scores is computed again. The only other tensor of a tile's size is the gradient of
+these scores. In the notation of forward.py, with q and k the queries and keys, do and dlse the
+upstream gradients of o and lse, and tanh that of the soft cap,
 
     delta = rowsum(p D (do v^T)) - dlse    dv = (D p)^T do
     dz = p (D (do v^T) - delta)            dbias = dz, summed over the bias's broadcast axes
     ds = dz (1 - tanh^2) scale             dq = ds k            dk = ds^T q
 
-rowsum(o do) is the same delta and takes no scores. But it has the rounding of o. That is too much
-where nearly all of a row's weight lies on one key: dz is a small difference there, in which the
-errors of its two parts cancel if both are made of the same products. So the sum over scores is
-taken where all of a row's keys are in one tile, and for tiles of queries with a confident row.
+The sum in delta equals rowsum(o do), which needs no scores but has the rounding of o. This rounding
+is too large where nearly all of a row's weight lies on one key. There dz is a small difference of
+two numbers, whose errors cancel only if both are computed from the same products. So the sum over
+scores is taken in two cases: all keys that some queries see are in one tile, or one of the queries
+of a tile has a confident row. In all other cases delta is taken from rowsum(o do).
 
 A gradient that is not asked for is not computed. The order of all sums is fixed.
 """
@@ -26,20 +28,21 @@ from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
 from lowtide.ops.attention.torch_backend.forward import Blockwise
 from lowtide.ops.attention.torch_backend.tiling import Chunk, KeySpan
 
-# A row is confident if one key has more than this share of its weight.
+# A row is confident if one key has more than this share of the row's weight.
 CONFIDENT = 1 / 8
 
 
 class ScoreTile(NamedTuple):
-    """Hold what is computed of a tile of scores before its rows' delta is known."""
+    """Hold the parts of a tile's gradients that do not depend on delta."""
 
     weight_crn: Tensor
+    """p, the softmax of the scores, before dropout."""
     slope_crn: Tensor | None
-    """The slope of the soft cap."""
+    """The slope of the soft cap, 1 - tanh^2; None without a soft cap."""
     keep_crn: Tensor | None
-    """Which scores dropout keeps."""
+    """True for each score that dropout keeps; None without dropout."""
     grad_weight_crn: Tensor | None
-    """D do v^T; None if the value alone needs a gradient."""
+    """D (do v^T), the gradient of p; None if only the value needs a gradient."""
 
 
 class BlockwiseBackward(Blockwise):
@@ -79,7 +82,8 @@ class BlockwiseBackward(Blockwise):
                 if grad_logsumexp_BHM is not None:
                     grad_logsumexp_cr1 = chunk.packed(grad_logsumexp_BHM[..., None], rows)
                 statistics_crS = chunk.packed(statistics_BHSM.mT, rows)
-                # Where a row sees no column, z is -inf, and exp(-inf - 0) is 0.
+                # A row that sees no key has z = -inf and a statistic -inf. With 0 in place of the
+                # statistic its weights are 0, and not NaN.
                 statistics_crS = statistics_crS.masked_fill(statistics_crS == -torch.inf, 0)
                 self._rows_backward(
                     chunk, rows, grad_output_crE, grad_logsumexp_cr1, delta_cr1, statistics_crS, *sums
@@ -104,9 +108,9 @@ class BlockwiseBackward(Blockwise):
         grad_key_cNK: Tensor | None,
         grad_value_cNE: Tensor | None,
     ) -> None:
-        """Add the gradients that some rows of a chunk contribute.
+        """Compute what some rows of a chunk add to the gradients.
 
-        delta_cr1 is the sum of o do, or None where it has to be the sum over scores.
+        delta_cr1 is rowsum(o do), or None if it must be the sum over scores.
         """
         scale = self.options.scale
         query_crK = chunk.packed(self.operands.query, rows)
@@ -154,7 +158,7 @@ class BlockwiseBackward(Blockwise):
         statistics_crS: Tensor,
         columns: KeySpan,
     ) -> ScoreTile:
-        """Return the weights of a tile and their gradients, in the buffers that tiles share."""
+        """Return the weights of a tile and their gradients, in buffers that tiles share."""
         z_crn, slope_crn = self.scores(chunk, rows, columns, query_crK)
         for part_cr1 in statistics_crS.split(1, 2):
             z_crn.sub_(part_cr1)
@@ -170,10 +174,11 @@ class BlockwiseBackward(Blockwise):
 
 
 def _confident_rows(statistics_BHSM: Tensor) -> Tensor:  # [B, H, M, 1] on the CPU
-    """Return True for rows that have most of their weight on few keys.
+    """Return True for each confident row.
 
-    The largest weight of a row is the exponential of its statistic's second number, negated. While
-    a CUDA graph is captured, which cannot wait for the answer, every row counts as confident.
+    The largest weight of a row is exp(-s), where s is the second statistic of the row. A row that
+    sees no key counts as confident. While a CUDA graph is captured, the host cannot wait for the
+    answer, so every row counts as confident.
     """
     if statistics_BHSM.is_cuda and torch.cuda.is_current_stream_capturing():
         return torch.ones_like(statistics_BHSM[:, :, 1, :, None], dtype=torch.bool, device="cpu")
@@ -181,5 +186,5 @@ def _confident_rows(statistics_BHSM: Tensor) -> Tensor:  # [B, H, M, 1] on the C
 
 
 def _row_dot(a_crn: Tensor, b_crn: Tensor) -> Tensor:  # [c, r, 1]
-    """Return the sums of products along rows."""
+    """Return rowsum(a b), the sum of the products along each row."""
     return (a_crn * b_crn).sum(-1, keepdim=True)

@@ -1,13 +1,15 @@
 """Compute attention in plain torch, for any device: tiles of BLAS products and an online softmax.
 
-backward.py goes through the same tiles again. With z the scores (scaled, capped, biased, masked)
-and D dropout's 0 or 1 / (1 - rate):
+Let z be the scores (scaled, capped, biased, masked), D dropout's factor of a score (0, or
+1 / (1 - rate)), v the values and o the result, for query i and key j:
 
     lse_i = log sum_j exp(z_ij)        p_ij = exp(z_ij - lse_i)        o_i = sum_j D_ij p_ij v_j
 
-Query heads that share a key head are rows of one product (tiling.py).
+Query heads that share a key head are rows of one product (tiling.py). backward.py goes through the
+same tiles again.
 
-Shapes of a tile: c key heads, r rows, n columns, K features, E of values.
+Shapes: B batches, H query heads, M queries, N keys, K features of queries and keys, E of values.
+A tile has c key heads, r rows and n columns (tiling.py). S is the two statistics of a row.
 """
 
 from collections.abc import Iterator
@@ -31,8 +33,8 @@ class Blockwise:
         self.size = sizes(operands)
         self.dtype, self.device = operands.sum_dtype, operands.device
         self.shape = tile_shape(self.size)
-        # For each tile of queries: the first key that its first and last rows see, and the end of
-        # their keys.
+        # Where the keys of a tile of queries begin for its first and its last query, and where they
+        # end for these two. The tile is found by its first query.
         self.limits: dict[int, tuple[int, int, int, int]] = {}
         if operands.first is not None and operands.end is not None:
             firsts, ends = operands.first.tolist(), operands.end.tolist()
@@ -54,14 +56,14 @@ class Blockwise:
         return blocks(self.size.M, self.shape.rows)
 
     def columns(self, rows: slice) -> Iterator[KeySpan]:
-        """Yield the tiles of keys that some row of a tile sees."""
+        """Yield the keys that some row of these sees, a tile's columns at a time."""
         low, whole_low, whole_high, high = self.limits.get(rows.start, (0, 0, self.size.N, self.size.N))
         for span in blocks(max(high - low, 0), self.shape.columns):
             span = slice(low + span.start, low + span.stop)
             yield KeySpan(span, whole_low <= span.start and span.stop <= whole_high)
 
     def product(self, name: str, a_crk: Tensor, b_ckn: Tensor, factor: float = 1.0) -> Tensor:
-        """Return factor * a @ b, in the buffer of that name."""
+        """Return factor * a @ b in the buffer of that name, which tiles share."""
         shape = (a_crk.shape[0], a_crk.shape[1], b_ckn.shape[2])
         size = shape[0] * shape[1] * shape[2]
         if name not in self.buffers or self.buffers[name].numel() < size:
@@ -69,7 +71,7 @@ class Blockwise:
         buffer_crn = self.buffers[name][:size].view(shape)
         if not runs_plain_torch(self.device.type):
             return torch.baddbmm(buffer_crn, a_crk, b_ckn, beta=0, alpha=factor, out=buffer_crn)
-        # On mps torch adds 0 times what is in the buffer, which may be NaN.
+        # On mps torch's baddbmm adds 0 times the buffer's old content, which may be NaN.
         torch.bmm(a_crk, b_ckn, out=buffer_crn)
         return buffer_crn if factor == 1 else buffer_crn.mul_(factor)
 
@@ -84,7 +86,7 @@ class Blockwise:
         for chunk in self.chunks():
             for rows in self.rows():
                 out_crE, max_cr1, sum_cr1 = self._attend(chunk, rows)
-                nothing_cr1 = sum_cr1 == 0  # a row that sees no column: its result is 0
+                nothing_cr1 = sum_cr1 == 0  # a row that sees no key: its result is 0
                 sum_cr1.masked_fill_(nothing_cr1, 1)
                 chunk.of_rows(out_BHME, rows).copy_(chunk.unpacked(out_crE.div_(sum_cr1), rows))
                 if keep_statistics:
@@ -94,11 +96,11 @@ class Blockwise:
         return [out_BHME, statistics_BHSM] if keep_statistics else [out_BHME]
 
     def _attend(self, chunk: Chunk, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sum(w v), max(z) and sum(w) of some rows, where w = exp(z - max(z))."""
+        """Return sum(D w v), max(z) and sum(w) of some rows, where w = exp(z - max(z))."""
         query_crK = chunk.packed(self.operands.query, rows)
         c, r, _ = query_crK.shape
         out_crE = query_crK.new_zeros(c, r, self.size.E)
-        # Finite, so that a row that has seen no column yet is shifted by a number.
+        # The first maximum is finite: for a row that has seen no key yet, z - max is -inf, not NaN.
         max_cr1 = query_crK.new_full((c, r, 1), torch.finfo(self.dtype).min)
         sum_cr1 = query_crK.new_zeros(c, r, 1)
         for columns in self.columns(rows):
@@ -118,7 +120,7 @@ class Blockwise:
     def scores(
         self, chunk: Chunk, rows: slice, columns: KeySpan, query_crK: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return z, and the slope of the soft cap."""
+        """Return z, and the slope of the soft cap if there is one."""
         key_cnK = chunk.keys(self.operands.key, columns.span)
         z_crn = self.product("scores", query_crK, key_cnK.mT, self.options.scale)
         slope_crn = None

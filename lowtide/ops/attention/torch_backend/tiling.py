@@ -1,10 +1,11 @@
-"""Divide the scores into tiles, address a tile's operands, and find the tiles that a mask shows.
+"""Divide the scores into tiles, and address a tile's parts of the operands.
 
-A tile has some heads (a chunk), some rows of queries and some columns of keys.
+A tile has some batches and key heads (a chunk), some queries (rows) and some keys (columns).
 
 Shapes: B batches, H query heads, G key heads, R = H / G; M queries, N keys, X features of any kind.
-A tile has c = batches times key heads, r = R times m rows (those of the query heads of a key head
-follow each other), and n columns.
+A tile has m queries of each query head and n columns. It has c key heads, counted over the chunk's
+batches, and r = R m rows for each: the rows of the R query heads that share the key head follow
+each other.
 """
 
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from lowtide.ops.attention.definition.operands import AttentionSizes
 
-# The number of scores in a tile. A tile of this size stays in a core's own cache from one pass to
-# the next, and takes much longer to compute than torch takes to call an operation.
+# The most scores of a tile. A tile of this size stays in a core's own cache between operations on
+# it, and computing it takes much longer than torch takes to call an operation.
 TILE = 1 << 18
-# The length of a tile's sides, if there are at least as many queries (of all R heads) and keys.
+# The rows and columns of a tile, if there are at least as many queries (of all R heads) and keys.
 # Products of this size run at full speed.
 SIDE = 512
 
@@ -27,18 +28,19 @@ class TileShape(NamedTuple):
     """Hold the size of a tile."""
 
     heads: int
-    """Key heads, over all batches."""
+    """The number of key heads, counted over all batches."""
     rows: int
-    """Queries of each head."""
+    """The number of queries of each query head."""
     columns: int
+    """The number of keys."""
 
 
 class KeySpan(NamedTuple):
-    """Hold some keys, the columns of a tile."""
+    """Hold the keys that are the columns of a tile."""
 
     span: slice
     whole: bool
-    """True if every row sees every column."""
+    """True if every row sees every column, so that nothing is masked."""
 
 
 class Chunk(NamedTuple):
@@ -70,7 +72,7 @@ class Chunk(NamedTuple):
         return part.to(dtype).reshape(self.c, self.R * part.shape[2], part.shape[3])
 
     def unpacked(self, tile_crX: Tensor, rows: slice) -> Tensor:
-        """Return the same memory in the shape that of_rows returns."""
+        """Return a view of a tile in the shape that `of_rows` returns."""
         batches, heads = self.batches.stop - self.batches.start, self.heads.stop - self.heads.start
         return tile_crX.view(batches, heads, rows.stop - rows.start, tile_crX.shape[2])
 
@@ -86,10 +88,10 @@ class Chunk(NamedTuple):
 
 
 def tile_shape(size: AttentionSizes) -> TileShape:
-    """Return a tile's size for this call.
+    """Return the size of a tile for this call.
 
-    A tile is square if there are many queries and many keys. If there are few queries, the tile has
-    more keys, and the reverse. If there are few of both, the tile has several heads.
+    A tile is square if there are many queries and many keys. If there are few queries, it has more
+    keys; if there are few keys, more queries. If there are few of both, it has several heads.
     """
     columns = max(1, min(size.N, SIDE))
     rows = max(1, min(size.M * size.R, TILE // columns))
@@ -98,7 +100,10 @@ def tile_shape(size: AttentionSizes) -> TileShape:
 
 
 def head_chunks(B: int, G: int, heads: int) -> Iterator[tuple[slice, slice]]:
-    """Yield batches and key heads: several whole batches, or some heads of one."""
+    """Yield the batches and key heads of each chunk: whole batches, or some heads of one batch.
+
+    `heads` is the most key heads of a chunk, counted over its batches.
+    """
     if heads >= G > 0:
         step = heads // G
         for batch in range(0, B, step):
