@@ -99,7 +99,7 @@ def memory_efficient_attention(
         There are two other layouts. [B, M, K] is one head. [B, M, G, H, K] has H query heads for
         each of G key heads; key and value are [B, N, G, 1, ...] or [B, N, G, H, ...]. In this
         layout, key and value that were expanded along H are not copied if they need no gradient.
-        Sizes and strides may be any. With K = 0 each product of a query and a key is 0.
+        Any sizes and strides are supported. With K = 0 each product of a query and a key is 0.
 
     Args:
         attn_bias: one of these:
@@ -148,12 +148,12 @@ def memory_efficient_attention(
         and heads that share it. In half precision it then also holds a float32 gradient of the
         queries of these heads.
         Forward of "triton" in float32 also holds key and value split into bfloat16 pieces. Three
-        pieces take 1.5 times the tensor's memory; where torch allows TF32 there are two, which take
-        as much as the tensor. Query is held so too if it has more features than a tile: 64 to 256,
-        by the card and the number of pieces.
-        On CUDA, backward of "sdpa" also holds a float32 number for each number of query. It copies
-        an upstream gradient that does not have the result's strides. Under torch.compile it also
-        copies operands that do not begin at a multiple of 16 bytes.
+        pieces take 1.5 times the tensor's memory. Where torch allows TF32 there are two, which take
+        as much as the tensor. Query is split in memory too if it has more features than a tile (64
+        to 256, by the card and the number of pieces).
+        On CUDA, backward of "sdpa" also holds a float32 number for each element of query. It
+        copies an upstream gradient that does not have the result's strides. Under torch.compile it
+        also copies operands that do not begin at a multiple of 16 bytes.
         Derivatives of higher order, forward mode and vmap differentiate the definition, a chunk of
         queries at a time: in O(M) memory, exactly, but slowly.
 
@@ -229,7 +229,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    r"""Compute torch's attention function in O(M) memory for every call.
+    r"""Compute attention with torch's signature, in O(M) memory for every call.
 
     Example::
 

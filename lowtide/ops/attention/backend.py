@@ -91,8 +91,8 @@ def choose_backend(call: AttentionCall) -> BackendChoice:
 def reason_against_sdpa(call: AttentionCall) -> str | None:
     """Return the reason not to take torch's kernels for the call, or None.
 
-    A reason is that they cannot run the call, are slower, or are not known to be right. The checks
-    that take the host longest come last.
+    torch's kernels are not taken if they cannot run the call, are slower, or are not known to be
+    right. The checks that take the host longest come last.
     """
     operands, mask, window, options, with_logsumexp, *_ = call
     if torch_private.fused_sdp_choice is None:

@@ -87,7 +87,7 @@ class SdpaCall:
 
 
 def _before_backward(strides: tuple[int, ...], grad_outputs: Gradients) -> Gradients | None:
-    """Return an upstream gradient that torch's kernels read correctly, or None if this one is.
+    """Return an upstream gradient that torch's kernels read correctly, or None to keep this one.
 
     `strides` are the result's. If backward is to be differentiated, torch's kernel gets zeros, and
     a second hook replaces the gradients that it returns.

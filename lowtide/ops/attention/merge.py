@@ -44,8 +44,8 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     (logsumexp -inf) has weight 0. A query that sees no key in any part gets 0 and logsumexp -inf,
     and its gradients are finite.
 
-    Memory: O(P B M H) for the weights, and a few tensors of the size of out in the logsumexps'
-    dtype.
+    Memory: O(P B M H) for the weights of P parts, and a few tensors of the size of out in the
+    logsumexps' dtype.
 
     Raises:
         ValueError, TypeError: if there is no part, or the parts differ in shape, dtype or device.

@@ -2,9 +2,8 @@
 
 Checking a call and choosing its backend take the host longer than torch's own function. Their
 outcome depends on the call's signature: types, shapes, strides, dtypes, devices, options, and
-torch's settings. So a call with the signature of an earlier one is neither checked nor chosen for
-again. The outcome also depends on addresses, autocast and transforms, which are looked at in each
-call.
+torch's settings. So a call with the signature of an earlier one skips both. The outcome also
+depends on addresses, autocast and transforms, which are looked at in each call.
 
 Shapes: B batches; H heads; M queries; E features of values.
 """
@@ -71,7 +70,8 @@ class Launched(NamedTuple):
         return self.call.run(*tensors)
 
 
-# The most calls to remember. At this number all are forgotten: sizes may change with every call.
+# The most calls to remember. At this number all are forgotten. It is reached if sizes change from
+# call to call.
 MOST = 4096
 _calls: dict[Signature, RememberedAttention] = {}
 
@@ -81,7 +81,7 @@ def signature(
 ) -> Signature | None:
     """Return what distinguishes a call from others, or None for a call that cannot be remembered.
 
-    A remembered call is not checked, so the signature holds all that checks depend on. A tensor
+    A remembered call is not checked, so the signature holds all that the checks read. A tensor
     without sizes or strides (nested or sparse) has no signature.
     """
     if torch.compiler.is_compiling():

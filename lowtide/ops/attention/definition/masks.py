@@ -160,7 +160,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 class BlockDiagonalMask(AttentionBias):
     """Represent sequences of several lengths, one after the other in a batch of one.
 
-    A query sees the keys of its own sequence. Make one with :meth:`from_seqlens` or
+    A query sees the keys of its own sequence. Make the mask with :meth:`from_seqlens` or
     :meth:`from_tensor_list`.
 
     Example::
@@ -266,7 +266,7 @@ class BlockDiagonalMask(AttentionBias):
 class BlockDiagonalCausalMask(BlockDiagonalMask):
     """Represent a :class:`BlockDiagonalMask` that is causal within each sequence.
 
-    The i-th query of a sequence sees no key after the sequence's i-th.
+    The i-th query of a sequence sees no key after the i-th key of that sequence.
     """
 
     band = Band(right=0)

@@ -50,9 +50,9 @@ class Operands(NamedTuple):
         The two numbers of a row are the maximum of its scores, and the logarithm of the sum of
         exp(score - maximum). Their sum is the row's logsumexp. They are kept apart, because in the
         sum a large maximum absorbs digits of the logarithm. A maximum of -1e9, which a bias may
-        cause, absorbs all of them. One of some hundreds absorbs the last ones, which the largest
-        weight of a confident row depends on. For a row that sees no key the maximum is the lowest
-        finite number, and the logarithm is -inf.
+        cause, absorbs all of them. A maximum of some hundreds absorbs the last digits, which count
+        in a row whose weight lies mostly on one key. For a row that sees no key the maximum is the
+        lowest finite number, and the logarithm is -inf.
 
         "sdpa" has the logsumexp in place of the maximum, and 0 in place of the logarithm.
         """

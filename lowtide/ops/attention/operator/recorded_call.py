@@ -86,7 +86,7 @@ class RecordedCall:
     def _pieces(self) -> int:
         """Return the number of pieces of an operand, which depends on whether torch allows TF32.
 
-        This setting is the only thing beside tensors that the launches depend on.
+        Launches depend on tensors and on this number alone.
         """
         return piece_count(self.dtype)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BYTES = 16
-# A kernel that counts a tensor's numbers in 32 bits goes wrong from this many on.
+# A kernel that counts a tensor's elements in 32 bits goes wrong from this many on.
 NUMBERS = 1 << 31
 
 # The rate of dropout in lowtide's calls of torch's kernels. Torch 2.11 caches cuDNN's plans by the
@@ -45,8 +45,8 @@ def reason_against(*tensors: Tensor) -> str | None:
 def is_aligned(tensor: Tensor) -> bool:
     """Return True if the tensor is known to begin at a multiple of 16 bytes.
 
-    A fake tensor is assumed to lie in aligned memory, at its offset. Nothing is known of other
-    classes that do not hold their numbers themselves.
+    A fake tensor has no address; its memory is assumed to be aligned, so that its offset decides.
+    Of other classes that do not hold their numbers themselves, nothing is known.
     """
     if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return tensor.data_ptr() % BYTES == 0
@@ -67,7 +67,7 @@ def readable(tensor: Tensor) -> Tensor:
 def readable_in(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Return the tensor, or a copy in these strides if torch's CUDA kernels need one.
 
-    They read the tensor rightly if it has the strides and an aligned address.
+    These kernels read the tensor correctly if it has the strides and an aligned address.
     """
     if tensor.device.type != "cuda" or (tensor.stride() == strides and is_aligned(tensor)):
         return tensor

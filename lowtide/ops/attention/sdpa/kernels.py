@@ -20,6 +20,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
 from lowtide.ops.attention.sdpa.alignment import NO_DROPOUT, readable, readable_in
 
+# torch's kernels that do not hold all scores.
 FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 FUSED_NUMBERS = tuple(backend.value for backend in FUSED)
 aten = torch.ops.aten

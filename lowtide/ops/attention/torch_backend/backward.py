@@ -2,7 +2,7 @@
 
 Every tile of scores is computed again. The only other tensor of a tile's size is the gradient of
 these scores. In the notation of forward.py, with q and k the queries and keys, do and dlse the
-upstream gradients of o and lse, and tanh that of the soft cap,
+upstream gradients of o and lse, rowsum the sum along each row, and tanh that of the soft cap,
 
     delta = rowsum(p D (do v^T)) - dlse    dv = (D p)^T do
     dz = p (D (do v^T) - delta)            dbias = dz, summed over the bias's broadcast axes
@@ -11,10 +11,11 @@ upstream gradients of o and lse, and tanh that of the soft cap,
 The sum in delta equals rowsum(o do), which needs no scores but has the rounding of o. This rounding
 is too large where nearly all of a row's weight lies on one key. There dz is a small difference of
 two numbers, whose errors cancel only if both are computed from the same products. So the sum over
-scores is taken in two cases: all keys that some queries see are in one tile, or one of the queries
-of a tile has a confident row. In all other cases delta is taken from rowsum(o do).
+scores is taken for a tile of queries in two cases: all keys that these queries see are in one tile,
+or one of their rows is confident. In all other cases rowsum(o do) is taken.
 
-A gradient that is not asked for is not computed. The order of all sums is fixed.
+A gradient that is not asked for is not computed. The order of all sums is fixed. Shapes are named
+as in forward.py; G is the number of key heads.
 """
 
 import math

@@ -9,7 +9,7 @@ Query heads that share a key head are rows of one product (tiling.py). backward.
 same tiles again.
 
 Shapes: B batches, H query heads, M queries, N keys, K features of queries and keys, E of values.
-A tile has c key heads, r rows and n columns (tiling.py). S is the two statistics of a row.
+A tile has c key heads, r rows and n columns (tiling.py). A row has S = 2 statistics (operands.py).
 """
 
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ class Blockwise:
         self.size = sizes(operands)
         self.dtype, self.device = operands.sum_dtype, operands.device
         self.shape = tile_shape(self.size)
-        # Where the keys of a tile of queries begin for its first and its last query, and where they
-        # end for these two. The tile is found by its first query.
+        # For each tile of queries, by its first query: where the keys of its first and its last
+        # query begin, and where the keys of these two end.
         self.limits: dict[int, tuple[int, int, int, int]] = {}
         if operands.first is not None and operands.end is not None:
             firsts, ends = operands.first.tolist(), operands.end.tolist()
@@ -56,7 +56,7 @@ class Blockwise:
         return blocks(self.size.M, self.shape.rows)
 
     def columns(self, rows: slice) -> Iterator[KeySpan]:
-        """Yield the keys that some row of these sees, a tile's columns at a time."""
+        """Yield the tiles' keys, from the first to the last key that one of these rows sees."""
         low, whole_low, whole_high, high = self.limits.get(rows.start, (0, 0, self.size.N, self.size.N))
         for span in blocks(max(high - low, 0), self.shape.columns):
             span = slice(low + span.start, low + span.stop)
