@@ -1,6 +1,7 @@
-"""Decide by shapes, dtypes and device which engine can run a call, and in what sizes and memory.
+"""Decide which engines can run a call, in what chunks, and in how much memory.
 
-Nothing here reads the values of tensors, speaks to other ranks or launches a kernel.
+A decision depends on shapes, dtypes, strides, options and the device. Nothing here reads the values
+of tensors, speaks to other ranks or launches a kernel.
 
 Modules, in import order (a module imports only from those above it):
 
@@ -10,9 +11,9 @@ weight_gradient  how the weight gradient is formed
 call             what a call computes from a head; the names of the engines
 plan             the plan of a call: every decision about it
 operands         how an engine reads its operands
-remembered       what was decided for a call, for calls that are alike
-requirements     what device and layouts allow, for several engines
-call_memory      bytes of a whole call: the dense computation, a K-dimensional loss
+remembered       remember decisions about a call, and use them again for calls that are alike
+requirements     the requirements on device and layouts that several engines share
+call_memory      the bytes of the dense computation, and those that a K-dimensional loss adds
 memory_model     count the bytes that engines have in common
 engine_spec      what planning asks each engine; engines/*/spec.py answers
 division/        divide a workspace among rows, classes and the accumulator, by predicted time

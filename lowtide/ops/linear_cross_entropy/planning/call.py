@@ -10,12 +10,12 @@ import torch
 from lowtide.core.kernels.devices import counted_as
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 
-# In this order: logits/engine.py with softmax_torch.py; the same with softmax_triton.py;
-# exponentials/engine.py; soft_targets/engine.py; cpu_exponentials/engine.py. Each saves row
-# statistics of its own: those of EXCLUDING leave the target out of a row's sum. Append new engines
-# at the end: the shape of saved statistics tells an engine's place here, and caches of compiled
-# graphs keep these shapes.
+# The names of the engines. "logits_torch" is logits/engine.py with softmax_torch.py, and
+# "logits_triton" the same with softmax_triton.py; the others are engine.py in the folder of that
+# name. Append new engines at the end: the shape of saved statistics tells an engine's place here
+# (saved_stats.py), and caches of compiled graphs keep these shapes.
 ENGINES = ("logits_torch", "logits_triton", "exponentials", "soft_targets", "cpu_exponentials")
+# Engines whose row statistics leave the target out of a row's sum of exponentials.
 EXCLUDING = ("exponentials", "cpu_exponentials")
 
 
@@ -64,14 +64,11 @@ class Call(NamedTuple):
     options: Options
     call_kind: CallKind
     rank_tokens: int | None = None
-    """If ranks have tokens of their own, the number of tokens per rank for which sizes are chosen.
-
-    None stands for the number of this rank's tokens.
-    """
+    """The number of tokens per rank for which sizes are chosen; None for that of this rank."""
 
     @property
     def N(self) -> int:
-        """Return the tokens, of all ranks if each has its own."""
+        """Return the number of tokens: of all ranks together, if each rank has its own tokens."""
         tokens = self.head.tokens if self.rank_tokens is None else self.rank_tokens
         return tokens * (self.options.ranks if self.options.tokens_sharded else 1)
 
@@ -83,9 +80,9 @@ class Call(NamedTuple):
     def V(self) -> int:
         """Return the number of classes for which sizes are chosen.
 
-        For a sharded head it is no smaller than that of the other ranks, if classes are divided
-        evenly. With segments it is that of all classes, so that chunks do not depend on the number
-        of ranks.
+        For a sharded head this is at least num_classes / ranks, so that ranks that divide the
+        classes evenly choose the same sizes. With segments it is num_classes, so that chunks do not
+        depend on the number of ranks.
         """
         options = self.options
         if not options.sharded:
@@ -96,12 +93,12 @@ class Call(NamedTuple):
 
     @property
     def features(self) -> list[int]:
-        """Return the features of each linear term."""
+        """Return the number of features of each linear term."""
         return [input.shape[-1] for input in self.head.inputs]
 
     @property
     def device(self) -> str:
-        """Return "cuda" or "cpu": the device by whose sizes the call is divided."""
+        """Return "cuda" or "cpu": the device type whose tile sizes and limits the plan uses."""
         return counted_as(self.head.device.type)
 
     @property
@@ -110,5 +107,5 @@ class Call(NamedTuple):
 
     @property
     def sum_size(self) -> int:
-        """Return the bytes of a logit, a row statistic or an element of an accumulator."""
+        """Return the bytes of one logit, row statistic or element of an accumulator."""
         return self.options.sum_dtype.itemsize

@@ -1,13 +1,14 @@
-"""Count the bytes of a whole call that do not depend on its chunks.
+"""Count bytes of a whole call that do not depend on its chunks.
 
-These are what the dense computation would hold in place of a workspace, and what a K-dimensional
-loss holds beyond that of one position.
+One count is that of the dense computation, which has no workspace. The other is what a
+K-dimensional loss holds beyond the loss of one position.
 
 "Dense" means eager torch, `F.cross_entropy(F.linear(input, weight), target)`, in the dtype of the
-GEMMs. In its backward three tensors of all logits (the log-softmax, its gradient and the gradient
-of the logits) exist before a gradient of the head does; one of them exists beside all of these
-gradients. Autocast computes the cross entropy in float32. Without gradients there are the logits
-and their log-softmax.
+GEMMs. Its memory is largest at one of two moments of backward. At the first, three tensors of all
+logits exist and no gradient of the head does: the log-softmax, its gradient, and the gradient of
+the logits. At the second, the gradient of the logits and all gradients of the head exist. Without
+gradients, two tensors exist: the logits and their log-softmax. Autocast computes the cross entropy
+in float32.
 
 Shapes: N tokens, D features, V classes, P positions.
 """
@@ -24,8 +25,9 @@ from lowtide.ops.linear_cross_entropy.planning.call import Call
 def may_depend_on_tokens(tokens: int) -> bool:
     """Return True if a plan may depend on this number of tokens.
 
-    In a compiled or an exported graph it may be a symbol, which Dynamo shows as an int. A decision
-    on it would replace one graph for any length by two, and an export would be refused.
+    In a compiled or exported graph the number may be a symbol, which Dynamo shows as an int. A
+    decision on a symbol would divide one graph for any length into two, and torch.export would
+    raise an error.
     """
     return not torch.compiler.is_compiling() and isinstance(tokens, int)
 
@@ -33,7 +35,7 @@ def may_depend_on_tokens(tokens: int) -> bool:
 def dense_workspace(call: Call) -> int | None:
     """Return the peak bytes of the dense computation beyond inputs, loss and gradients.
 
-    None if the plan must not depend on N, or on the number of ranks.
+    Return None if the plan must not depend on N, or, with segments, on the number of ranks.
     """
     head, options, needs_grad = call.head, call.options, call.needs_grad.all
     if options.segments or not may_depend_on_tokens(head.tokens):
@@ -60,25 +62,26 @@ def dense_bytes(
     """Return the peak bytes of the dense computation of `logits` logits.
 
     `dtypes` are those of the operands, and the `tracked` tensors get gradients. `tensors` is how
-    many tensors of the logits' size exist without and with gradients. Autocast's copies are not
-    counted, since on CUDA lowtide holds such copies as well.
+    many tensors of the logits' size exist without and with gradients. The copies of operands that
+    autocast makes are not counted, since on CUDA lowtide holds such copies as well.
     """
     casts = any(each != compute_dtype for each in dtypes)
     size = (sum_dtype if casts else compute_dtype).itemsize
     without, within = tensors
     if not tracked:
         return without * size * logits
-    # One tensor of the logits beside all gradients. Under autocast it is freed before these are
-    # cast. But then the weight gradient exists in both dtypes, which is more in the cases that
-    # matter, N < D.
+    # One tensor of the logits beside all gradients. Autocast frees this tensor before it casts the
+    # gradients, but then holds the weight gradient in both dtypes. If N < D, the case that matters,
+    # this second weight gradient is the larger of the two.
     last = compute_dtype.itemsize * logits
     return max(within * size * logits - sum(each.numel() * each.itemsize for each in tracked), last)
 
 
 def position_bytes(head: Head, needs_grad: Sequence[bool], sum_dtype: torch.dtype) -> int:
-    """Return the bytes of a K-dimensional loss beyond what a call of one position holds.
+    """Return the bytes that a K-dimensional loss holds beyond those of a call of one position.
 
-    These are its gradients, which that call would return, and an input in a wider dtype.
+    They hold the gradients of one position, which a call of one position would return. If the input
+    is in half precision, they also hold its copy in the sum's dtype.
     """
     (input,), (weight,) = head.inputs, head.weights
     shared = input.numel() * sum_dtype.itemsize * needs_grad[0]

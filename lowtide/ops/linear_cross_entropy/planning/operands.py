@@ -1,4 +1,4 @@
-"""Say how the engine of a call reads its operands, and which it cannot read.
+"""Tell how the engine of a call reads its operands, and which operands it cannot read.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -15,16 +15,17 @@ TILED = ("exponentials", "soft_targets")  # engines that read operands through t
 
 
 class OperandAccess(NamedTuple):
-    """Hold what follows from engine and layout, one flag per linear term."""
+    """Hold how an engine reads its operands; a tuple has one flag per linear term."""
 
     dtype: torch.dtype
     """Dtype of the GEMM operands."""
     copies_rows: tuple[bool, ...]
-    """True if a chunk of the input is copied, for its dtype or its strides."""
+    """True if a chunk of the input is copied, because of its dtype or its strides."""
     scales_in_gradient: tuple[bool, ...]
-    """True if a chunk's rows, scaled for dW, fit in the memory of its dX.
+    """True if a chunk's rows of X, scaled for dW, can lie in the memory of its rows of dX.
 
-    Those of a sharded head do not: there dX goes first, and is summed meanwhile.
+    For a sharded head they cannot: its rows of dX are computed before dW, and are summed over the
+    ranks while dW is computed.
     """
 
 
@@ -41,9 +42,9 @@ def operand_access(call: Call) -> OperandAccess:
 def unreadable(head: Head, options: Options) -> tuple[bool, ...]:
     """Return for each input, then each weight, True if the engine cannot read its layout.
 
-    An engine reads all tensors that it was chosen for. But a compiled graph may get tensors that
-    begin at other addresses than the example's, and hooks may return saved tensors in another
-    layout.
+    An engine can read all tensors that it was chosen for. But the tensors that a compiled graph
+    gets may begin at other addresses than those that it was compiled for, and saved-tensor hooks
+    may return a tensor in another layout.
     """
     if options.engine in TILED:
         dtype = _dtype(head, options)
@@ -59,14 +60,14 @@ def unreadable(head: Head, options: Options) -> tuple[bool, ...]:
 def _dtype(head: Head, options: Options) -> torch.dtype:
     """Return the dtype of the GEMM operands.
 
-    On the CPU torch has no half-precision GEMM with a float32 result; cpu_exponentials/engine.py
-    has its own.
+    On the CPU torch has no half-precision GEMM with a float32 result, so half precision is cast to
+    float32 there. Only cpu_exponentials/engine.py has such a GEMM.
     """
     own = head.device.type == "cuda" or options.engine == "cpu_exponentials"
     return options.compute_dtype if own else options.sum_dtype
 
 
 def _copies(head: Head, options: Options, dtype: torch.dtype) -> tuple[bool, ...]:
-    # On the CPU ignored rows are left out (decision 0008): a chunk copies the rows that are kept.
+    # On the CPU a chunk copies the rows that are kept, to leave out ignored rows (decision 0008).
     selects = head.device.type == "cpu" and backend_of(options.engine) == "torch"
     return tuple(selects or copies_rows(each, dtype) for each in head.inputs)

@@ -1,7 +1,7 @@
-"""Remember what was decided for a call, and return it for calls that are alike.
+"""Remember decisions about a call, and return them for calls that are alike.
 
-A training run makes the same calls again and again, and to decide takes the host longer than a
-small call takes the device.
+A training run repeats its calls, and deciding takes the host longer than a small call takes the
+device.
 """
 
 import functools
@@ -17,20 +17,20 @@ from lowtide.ops.linear_cross_entropy.planning.operands import TILED
 
 Decision = TypeVar("Decision")
 
-# Calls that a function remembers, at about 2 KiB each. With more it begins again.
+# Most calls that one memory holds, at about 2 KiB each. A full memory is cleared.
 MOST_CALLS = 512
 
 _memories: list[dict[Hashable, Any]] = []
 
 
 def memory() -> dict[Hashable, Any]:
-    """Return memory for decisions, which `forget` clears."""
+    """Return a new memory for decisions, which `forget` clears."""
     _memories.append({})
     return _memories[-1]
 
 
 def keep(known: dict[Hashable, Any], key: Hashable, found: Any) -> None:
-    """Keep what was decided, in memory that does not grow without end."""
+    """Store a decision; clear the memory first if it is full."""
     if len(known) >= MOST_CALLS:
         known.clear()
     known[key] = found
@@ -39,7 +39,7 @@ def keep(known: dict[Hashable, Any], key: Hashable, found: Any) -> None:
 def remembered(decide: Callable[[Call], Decision]) -> Callable[[Call], Decision]:
     """Let a function of a call decide once for all calls that are alike.
 
-    These share what it returns, which may hold no tensor and may not be changed.
+    All of them get the same object, so it must hold no tensor, and nobody may change it.
     """
     known: dict[Hashable, Decision] = memory()
 
@@ -48,7 +48,7 @@ def remembered(decide: Callable[[Call], Decision]) -> Callable[[Call], Decision]
         key = _likeness(call)
         if key is None:
             return decide(call)
-        found = known.get(key)  # threads need no lock: each of these steps is a single one
+        found = known.get(key)  # threads need no lock, since each operation on `known` is atomic
         if found is None:
             found = decide(call)
             keep(known, key, found)
@@ -58,20 +58,21 @@ def remembered(decide: Callable[[Call], Decision]) -> Callable[[Call], Decision]
 
 
 def forget() -> None:
-    """Forget all that was decided, where something else changes that it depends on."""
+    """Clear all memories; for changes of something that decisions depend on and keys leave out."""
     for known in _memories:
         known.clear()
 
 
 def _likeness(call: Call) -> Hashable:
-    """Return what two calls have in common if they are alike, or None if it cannot be told.
+    """Return a key that is equal for calls that are alike, or None if none can be made.
 
-    It cannot be told of fake tensors and other subclasses, nor while a graph is traced: their sizes
-    may be symbols, and a look at these would divide one graph into several.
+    None can be made for fake tensors and other subclasses, nor while a graph is traced. Their sizes
+    may be symbols, and a comparison of symbols would divide one graph into several.
     """
     if torch.compiler.is_compiling():
         return None
-    # Where a tensor begins matters to tensor maps: for the choice of an engine, and when it runs.
+    # A tensor map needs a tensor that begins at a multiple of 8 elements. Go by the storage offset
+    # while the engine is chosen, and by the address once it is (core/strides.py).
     begins = address if call.options.engine in TILED else place
     layouts: list[Hashable] = []
     for each in call.head.tensors:
@@ -81,5 +82,5 @@ def _likeness(call: Call) -> Hashable:
             layouts.append((each.shape, each.stride(), each.dtype, each.device, begins(each) % 8))
         else:
             return None
-    # The products of cpu_exponentials are oneDNN's, which can be switched off.
+    # cpu_exponentials needs the GEMMs of oneDNN, which the caller can switch off.
     return (*layouts, call.options, call.call_kind, call.rank_tokens, torch.backends.mkldnn.enabled)

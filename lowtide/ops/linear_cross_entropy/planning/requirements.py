@@ -1,6 +1,7 @@
-"""Say which backend a call can run on, and whether an engine with tensor maps can read it.
+"""Tell which backend a call can run on, and whether engines with tensor maps can read it.
 
-spec.py in each engine's folder has its own requirements; operator/planner.py chooses by them.
+spec.py in each engine's folder has the engine's own requirements; operator/planner.py chooses the
+engine.
 """
 
 import torch
@@ -12,11 +13,11 @@ from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, Call, backend_of
 from lowtide.ops.linear_cross_entropy.planning.operands import TILED
 
-# Operand dtypes of exponentials/gemm_triton.py: float16 lacks the range for exp(z), float32 the
-# speed.
+# Operand dtypes of exponentials/gemm_triton.py. float16 lacks the range for exp(z), and float32
+# GEMMs are too slow.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)  # decision 0002
-# Most features of a second term in a tiled engine: a tile has room for so many beside its own
-# operands.
+# Most features of a second linear term in engines with tensor maps. Shared memory has room for so
+# many beside the operands of the first term.
 SECOND_FEATURES = 64  # decision 0015
 
 
@@ -43,7 +44,7 @@ def tiles_unsupported_reason(call: Call, backend: str) -> str | None:
         if input.shape[-1] % 8:
             return f"it takes features in a multiple of 8, and there are {input.shape[-1]}"
         if call.options.sharded:
-            continue  # all ranks choose alike, whatever their layouts; `readable` copies one that differs
+            continue  # ranks choose alike, whatever their layouts; `readable` copies unreadable operands
         mapped = {
             "input": maps_input(input, copies_rows(input, dtype), place),
             "weight": maps_weight(weight, dtype, place),
@@ -55,7 +56,7 @@ def tiles_unsupported_reason(call: Call, backend: str) -> str | None:
 
 
 def check_engine(options: Options, device: torch.device) -> None:
-    """Refuse a call whose engine was chosen elsewhere, for a saved graph, and cannot run here."""
+    """Raise if the engine, which may have been chosen on another machine, cannot run here."""
     engine, reason = options.engine, None
     if engine not in ENGINES:
         raise ArgumentError(
@@ -86,10 +87,10 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
 
 @marked_constant
 def _has_tensor_maps(device: torch.device) -> bool:
-    """Return True on a Hopper GPU that is present.
+    """Return True if the device is a Hopper GPU.
 
     Later GPUs have tensor maps too, but the tiles were measured on Hopper and fit its shared
-    memory. A CUDA tensor without a GPU is a fake one.
+    memory. Without a GPU, a fake tensor may still have a CUDA device.
     """
     nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return nvidia and torch.cuda.get_device_capability(device)[0] == 9

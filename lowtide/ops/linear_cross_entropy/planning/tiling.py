@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
-# How a weight gradient is formed: by a single GEMM over all tokens that rounds in its epilogue; by
-# adding each chunk's GEMM to a tensor of the sum's dtype; the same with a sum partly in the
-# gradient's memory; or by blocks of classes, each rounded once.
+# How a weight gradient is formed:
+#   "single_product"  by a single GEMM over all tokens, which rounds in its epilogue
+#   "accumulate"      by adding each chunk's GEMM to a tensor of the sum's dtype
+#   "packed"          by adding each chunk's GEMM to a sum that lies partly in the gradient's memory
+#   "class_blocks"    a block of classes at a time, over all tokens, rounded once
 WeightGradient = Literal["single_product", "accumulate", "packed", "class_blocks"]
 
 
@@ -16,18 +18,18 @@ class Tiling:
     rows: int
     """Tokens per chunk."""
     chunk_classes: int
-    """Classes of a chunk at a time; V, except in the exponentials engine with "class_blocks"."""
+    """Classes per GEMM of a chunk: V, except in the exponentials engine with "class_blocks"."""
     operand_classes: int
     """Classes whose weight rows are copied at a time; V if no copy is needed."""
     product_rows: int
     """Most rows of one dX GEMM in the exponentials engine."""
     weight_gradient: WeightGradient
-    """Names the way to form the first term's weight gradient; those of others are accumulated."""
+    """How the first linear term's weight gradient is formed; those of others are accumulated."""
     sum_bits: int
-    """Bits of a sum that lies partly in the gradient's memory ("packed"), on CUDA."""
+    """Bits per element of a packed sum on CUDA ("packed")."""
     block_rows: int = 0
-    """Tokens per chunk of a class block ("class_blocks")."""
+    """Tokens per chunk in the walk over class blocks ("class_blocks")."""
     block_classes: int = 0
     """Classes per block ("class_blocks")."""
     stored_rows: int = 0
-    """Tokens whose exponentials stay in the memory of dW ("class_blocks", exponentials)."""
+    """Tokens whose exponentials stay in dW's memory ("class_blocks", the exponentials engine)."""

@@ -1,12 +1,12 @@
-"""Compare what must be equal on all ranks; on a device without a host that waits.
+"""Compare the tensors that must be equal on all ranks; no host waits for a device.
 
-Tensors on the CPU are compared by the hosts, as text. Of tensors on a device, each rank gathers a
-fingerprint. If they differ, the call's results are NaN on all ranks: whoever asked for the
-comparison writes NaN, or a class that there is not, where `differ` is True. The answer reaches the
-hosts later. The group's next call behind that raises an error on all ranks which says what
-differed.
+Hosts compare the tensors on the CPU, as text. Of tensors on a device, the ranks gather
+fingerprints. If these differ, the call's results become NaN on all ranks: the caller of `compare`
+or `differ` overwrites arguments or losses with NaN, or targets with an invalid class. A host learns
+of the difference later. The group's next call then raises an error on all ranks, which names the
+tensor that differed.
 
-Shapes: n numbers of a tensor; k tensors; P ranks.
+Shapes: n numbers of a tensor; k tensors.
 """
 
 import ctypes
@@ -22,16 +22,16 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition import head
 
 BY_ROW = (*head.BY_ROW, "ignored")  # tensors with an entry per row; distillation has "ignored"
-INTEGERS = {1: torch.uint8, 2: torch.int16}  # by bytes of a number; wider ones are taken 32 bits at a time
+INTEGERS = {1: torch.uint8, 2: torch.int16}  # by bytes of an element; wider ones are read as int32
 FACTOR = 0x9E3779B97F4A7C15 - 2**64  # the odd constant of SplitMix64, whose bits look random
 
 
 class _Answer(NamedTuple):
-    """Hold the result of a comparison, which the host may read once the device has reached it."""
+    """Hold the result of a comparison, which the host may read once the event `reached` is over."""
 
     names: tuple[str, ...]
     differ_k: Tensor
-    reached: Any  # an event
+    reached: Any  # a torch.Event
 
 
 # For each process group, the answers that this host has not read yet.
@@ -73,10 +73,10 @@ def _text_of(tensor: Tensor) -> str:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return a hash of the tensor's bits and their places, as a 0-d integer.
 
-    The hash is the sum, modulo 2^64, of each number's bits times a factor that depends on its
-    place. The factors look random, and at most 32 bits are taken at a time. So two tensors that
-    differ have the same hash with a probability of 2^-32 if they differ in the highest of these
-    bits alone, and with a smaller one otherwise.
+    The bits are read as integers of at most 32 bits. The hash is the sum, modulo 2^64, of each
+    integer times a factor that depends on its place. The factors look random. So two tensors that
+    differ have the same hash with a probability of at most 2^-32. The worst case is a difference in
+    the highest bit of 32-bit integers alone.
     """
     number = INTEGERS.get(tensor.element_size(), torch.int32)
     bits_n = tensor.detach().flatten().contiguous().view(number)
@@ -86,7 +86,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def differed(group: Group) -> list[str]:
-    """Return the names of tensors that differed in the group's earlier calls, if known here."""
+    """Return the names of tensors that differed in an earlier call, as far as this host knows."""
     answers = _answers.get(group.group, []) if group.size > 1 else []
     if _captured():  # while a graph is captured, the host may not query an event
         return []
@@ -99,13 +99,13 @@ def differed(group: Group) -> list[str]:
 
 
 def raise_difference(group: Group, names: list[str]) -> None:
-    """Raise for what differed in an earlier call, and read no other answer of the group so far."""
+    """Raise the error for tensors that differed in an earlier call; drop the group's answers."""
     _answers.pop(group.group, None)
     raise ArgumentError(f"{sentence(names[0])} (in an earlier call, whose results are NaN)")
 
 
 def sentence(name: str) -> str:
-    """Return what is wrong where ranks have other numbers of a tensor."""
+    """Return the error message for a tensor whose numbers differ between ranks."""
     if name not in BY_ROW:
         return f"{name} must be the same on all ranks of the group, got other numbers on some"
     return (
@@ -115,9 +115,9 @@ def sentence(name: str) -> str:
 
 
 def tell_hosts(group: Group, names: tuple[str, ...], differ_k: Tensor) -> None:
-    """Send an answer to the host, which does not wait for it."""
+    """Start to copy an answer to the host, which does not wait for it."""
     if _captured():
-        return  # a replay would overwrite what a host reads
+        return  # a replay of the graph would overwrite the answer that the host reads
     pinned_k = torch.empty_like(differ_k, device="cpu", pin_memory=True)
     reached = torch.Event(differ_k.device.type)
     pinned_k.copy_(differ_k, non_blocking=True)

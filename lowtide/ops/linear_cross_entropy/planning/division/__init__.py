@@ -1,4 +1,4 @@
-"""Divide a workspace: how many rows, how many classes, and which accumulator.
+"""Divide a workspace among rows, classes and the accumulator of the weight gradient.
 
 Modules, in import order (a module imports only from those above it):
 

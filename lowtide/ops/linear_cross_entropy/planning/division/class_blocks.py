@@ -1,15 +1,22 @@
 """Choose the sizes of chunks and blocks for the exponentials engine with "class_blocks".
 
-There the weight gradient is formed class by class, in two sweeps. The first forms what belongs to
-tokens: for a chunk of C tokens it computes E [C, V], in the memory of the weight gradient, and
-dX_C = E W. Where that memory is too small for all classes, they come in blocks, and dX_C is a sum.
-For the last R tokens, E is computed a block of B classes at a time and stays in the memory of these
-classes' rows of dW. The second sweep forms what belongs to classes: for a block of B classes it
-computes E again for chunks of the other tokens in turn, G [C, B], and dW_B += G^T X_C. The sizes
-are those with the least predicted time (cost_model.py).
+There the weight gradient dW [V, D] is formed a block of classes at a time, which takes two sweeps
+over the tokens. E are the exponentials (exponentials/engine.py has the formulas).
+
+The first sweep computes what belongs to tokens: row statistics and dX. For a chunk of C tokens it
+computes E [C, V] in the memory of dW, and from it the product E W that becomes dX. If that memory
+is too small for all classes, E is computed a block of classes at a time, and the product is summed
+over the blocks. For the last R tokens, E is computed B classes at a time, and stays in the memory
+of these classes' rows of dW.
+
+The second sweep computes dW. For each block of B classes it goes through the tokens that are not
+stored, a chunk at a time. It computes G [C, B], which is E again, times a coefficient of each row,
+and adds G^T X to the block's sum. For the stored tokens G is read from memory.
+
+The sizes are those with the least predicted time (cost_model.py).
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block; R tokens that
-are stored.
+are stored; X [C, D] and W [B, D] are rows of input and weight.
 """
 
 import functools
@@ -21,10 +28,10 @@ from lowtide.ops.linear_cross_entropy.planning.division import cost_model
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 
 MOST_ROWS = 4096  # most tokens of a chunk of the first sweep
-PRODUCT_ROWS = (512, 1024, 2048)  # most rows of one dX GEMM that are tried
-MOST_CHUNKS = 8  # most chunks of a block's tokens that are tried, unless only more of them fit
-WIDTHS = 16  # numbers of classes of a block that are tried, between half of what fits and all of it
-REPEATED = 2 * cost_model.LAUNCH  # two kernels that repair marked rows; they return at once where none is
+PRODUCT_ROWS = (512, 1024, 2048)  # values of product_rows that are tried
+MOST_CHUNKS = 8  # most chunks per block of the second sweep that are tried, unless none of these fit
+WIDTHS = 16  # about as many block widths are tried, between half of what fits and all of it
+REPEATED = 2 * cost_model.LAUNCH  # seconds of two kernels that find no marked row to compute again
 
 
 class BlockSizes(NamedTuple):
@@ -39,13 +46,13 @@ class BlockSizes(NamedTuple):
 
 
 def held(counts: ClassBlocks, of: Tiling | BlockSizes) -> int:
-    """Return the bytes that the larger of the two sweeps holds."""
+    """Return the bytes of the sweep that holds more."""
     return max(_held_first(counts, of), _held_second(counts, of))
 
 
 @functools.lru_cache(maxsize=64)
 def sizes(counts: ClassBlocks, room: int, block_room: int) -> BlockSizes:
-    """Return the sizes for so many bytes in the first and in the second sweep."""
+    """Return the quickest sizes that fit: `room` and `block_room` are the sweeps' bytes."""
     found = [_sizes_of(counts, room, block_room, stored) for stored in _stored(counts)]
     return min((each for each in found if each), key=functools.partial(seconds, counts))
 
@@ -56,9 +63,9 @@ def seconds(counts: ClassBlocks, of: Tiling | BlockSizes) -> float:
 
 
 def _sizes_of(counts: ClassBlocks, room: int, block_room: int, stored: int) -> BlockSizes | None:
-    """Return the sizes if so many tokens are stored, or None if none fit.
+    """Return the quickest sizes if this many tokens are stored, or None if none fit.
 
-    The block is chosen for a tall chunk, and then the chunk for that block.
+    First the block is chosen for the largest chunk, and then the chunk for this block.
     """
     rows = _rows(counts, room)
     tall = max(rows)
@@ -79,9 +86,10 @@ def _sizes_of(counts: ClassBlocks, room: int, block_room: int, stored: int) -> B
 
 
 def _stored(counts: ClassBlocks) -> list[int]:
-    """Return numbers of tokens to store: none, half of the most that can be, and these.
+    """Return the numbers of stored tokens to try: 0, half of the most, and the most.
 
-    A little less than the most fits where the last block has no multiple of 8 classes.
+    One step less than the most is tried, too. It may fit where the most does not, because a last
+    block is padded to a multiple of 8 classes.
     """
     most = min(counts.N, counts.gradient // counts.exponential)
     fewer = (0, most // 2, most - counts.step, most)
@@ -89,14 +97,14 @@ def _stored(counts: ClassBlocks) -> list[int]:
 
 
 def _rows(counts: ClassBlocks, room: int) -> list[int]:
-    """Return tokens of a chunk: whole tiles, all of them, or as few as fit."""
+    """Return the numbers of tokens per chunk to try: 1, what fits, whole tiles, and the most."""
     most = min(counts.N, MOST_ROWS)
     few = max(1, min(most, room // counts.of_chunk(1, counts.V, 1)))
     return [C for C in (1, few, *range(counts.step, most, counts.step), most) if counts.most_classes(C) > 0]
 
 
 def _blocks(counts: ClassBlocks, room: int, stored: int) -> Iterator[tuple[int, int]]:
-    """Yield tokens that are computed again, and classes, at a time in the second sweep."""
+    """Yield the sizes to try in the second sweep: tokens per chunk and classes per block."""
     others, chunks, fits = counts.N - stored, 1, False
     while chunks <= MOST_CHUNKS or (not fits and chunks < 2 * others):
         C = -(-others // chunks)
@@ -116,7 +124,7 @@ def _blocks(counts: ClassBlocks, room: int, stored: int) -> Iterator[tuple[int, 
 
 
 def _even(size: int, most: int, step: int) -> int:
-    """Return the size of the fewest parts of at most `most`: about equal, whole steps."""
+    """Return the size of about equal parts in whole steps: the fewest parts of at most `most`."""
     parts = -(-size // most)
     return min(size, -(-size // parts // step) * step)
 
@@ -175,7 +183,10 @@ def _of_classes(counts: ClassBlocks, of: Tiling | BlockSizes) -> float:
 
 
 def _pairs(N: int, C: int, V: int, B: int, seconds: Callable[[int, int], float]) -> float:
-    """Return the seconds of all pairs of a chunk and a block; the last ones are smaller."""
+    """Return the seconds of all pairs of a chunk of C tokens and a block of B classes.
+
+    The last chunk and the last block may be smaller.
+    """
     return sum(
         chunks * blocks * seconds(tokens, classes)
         for chunks, tokens in ((N // C, C), (1, N % C))

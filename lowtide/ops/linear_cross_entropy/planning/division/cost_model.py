@@ -1,30 +1,32 @@
 """Predict how many seconds the kernels of a step take on an H100 or H200.
 
-A GEMM is counted in waves. Each multiprocessor computes one tile of a result at a time, and the
-last wave takes as long as a full one. The exponentials kernel has one tile size. cuBLAS chooses the
-best of several, and may divide the inner dimension among multiprocessors. Three times are added:
-the start of each kernel, the epilogue of each tile of exponentials, and the part of a sum's traffic
+The time of a GEMM is counted in waves. Each multiprocessor computes one tile of the result at a
+time; the tiles of all multiprocessors are a wave. The last wave takes as long as a full one, even
+if it has few tiles. The exponentials kernel has one tile size. cuBLAS chooses the best of several,
+and may divide the inner dimension among multiprocessors. To the time of the waves are added the
+start of each kernel, the epilogue of each tile of exponentials, and the part of a sum's traffic
 that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an H200 (decision
-0064). The prediction of one kernel has a standard deviation of 4 to 8 %.
+0064). The prediction for one kernel has a standard deviation of 4 to 8 %.
 """
 
 import functools
 
 MULTIPROCESSORS = 132
-# Seconds of a tile of 128 x 256 per step of its inner dimension: 0.73 PFLOP/s (decision 0035).
+# Seconds of a wave of 128 x 256 tiles per element of the inner dimension: 0.73 PFLOP/s (decision
+# 0035).
 SECONDS = 11.9e-9
 TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
-OWN = (128, 256)  # tile of the exponentials and of a packed sum
-START = 9e-6  # seconds of a GEMM beside its tiles
+OWN = (128, 256)  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
+START = 9e-6  # seconds of a GEMM beside its waves
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
-# Exponentials took UNALIGNED times as long with rows of features that do not begin at whole cache
-# lines (3000 features).
+# The exponentials kernel took UNALIGNED times as long if the operands' rows did not begin at cache
+# lines, of CACHE_LINE bytes (measured with 3000 features).
 CACHE_LINE, UNALIGNED = 128, 1.2
-# Bytes per second of the sum that a GEMM reads and writes, in cuBLAS or on the Gluon pipeline; the
-# same in Triton, where this does not overlap the GEMM; and bytes per second of a kernel that does
-# nothing else.
+# Bytes per second. SUM_SPEED is for the result or sum that a GEMM in cuBLAS or in the Gluon
+# pipeline reads and writes. TRITON_SPEED is for the sum of a Triton GEMM, whose traffic does not
+# overlap the GEMM. SPEED is for a kernel that only reads and writes.
 SUM_SPEED, TRITON_SPEED, SPEED = 6.5e12, 2.5e12, 3e12
-LAUNCH = 4e-6  # seconds of a small kernel, at least
+LAUNCH = 4e-6  # least seconds of a small kernel
 
 
 def exponentials_seconds(rows: int, classes: int, features: int) -> float:
@@ -34,14 +36,17 @@ def exponentials_seconds(rows: int, classes: int, features: int) -> float:
 
 
 def product_seconds(rows: int, columns: int, summed: int, bytes: int) -> float:
-    """Return the seconds of a GEMM with inner dimension `summed` and so many bytes of a sum."""
+    """Return the seconds of a GEMM with inner dimension `summed`.
+
+    It reads and writes `bytes` bytes of its result, or of the sum to which it adds.
+    """
     return START + _fewest_waves(rows, columns) * summed * SECONDS + bytes / SUM_SPEED
 
 
 def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int) -> float:
     """Return the seconds of a GEMM with a float32 result that is computed `most` rows at a time.
 
-    It takes as long if the result is added to a sum.
+    Adding the result to a sum takes as long as writing it.
     """
     whole, rest = divmod(rows, most)
     return sum(
@@ -57,7 +62,7 @@ def own_product_seconds(rows: int, columns: int, summed: int) -> float:
 
 
 def packed_seconds(classes: int, features: int, rows: int, bytes: int, *, pipelined: bool) -> float:
-    """Return the seconds of adding a GEMM to a packed sum of so many bytes."""
+    """Return the seconds of a GEMM whose result is added to a packed sum of so many bytes."""
     waves = _waves(classes, features, OWN)
     return START + waves * rows * SECONDS + 2 * bytes / (SUM_SPEED if pipelined else TRITON_SPEED)
 
@@ -80,10 +85,10 @@ def three_gemms_seconds(tokens: int, features: int, classes: int, *, chunk: int 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _fewest_waves(rows: int, columns: int) -> float:
-    """Return the waves of a GEMM with the tile that takes the least time, in tiles of 128 x 256.
+    """Return the waves of a GEMM with the tile that takes the least time.
 
-    If a result has fewer tiles than there are multiprocessors, several of these divide the inner
-    dimension of a tile among them.
+    They are counted in waves of 128 x 256 tiles. If the result has fewer tiles than there are
+    multiprocessors, several multiprocessors divide the inner dimension of a tile among them.
     """
 
     def of(tile: tuple[int, int]) -> float:
@@ -94,6 +99,6 @@ def _fewest_waves(rows: int, columns: int) -> float:
 
 
 def _waves(rows: int, columns: int, tile: tuple[int, int]) -> float:
-    """Return the waves of a GEMM, in tiles of 128 x 256."""
+    """Return the waves of a GEMM with this tile, counted in waves of 128 x 256 tiles."""
     tiles = -(-rows // tile[0]) * -(-columns // tile[1])
     return -(-tiles // MULTIPROCESSORS) * tile[0] * tile[1] / (OWN[0] * OWN[1])

@@ -1,7 +1,8 @@
 """Divide a workspace among chunks of tokens, blocks of classes and the accumulator of dW.
 
-Chunks get as many rows as fit beside the fixed memory (byte_counts.py) and the accumulator
-(weight_gradient.py).
+Chunks get the memory that the fixed parts (byte_counts.py) and the accumulator
+(weight_gradient.py) leave. On the CPU a chunk has about as many rows as fit. On CUDA predicted time
+decides how many of them it has.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -21,12 +22,12 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     fewest_rows,
 )
 
-# Number of chunk sizes that are compared, between half of what fits and all of it.
+# About as many chunk sizes are compared, in whole tiles between half of what fits and all of it.
 CANDIDATES = 32
 
 
 def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
-    """Return the sizes for a workspace."""
+    """Return the sizes of a call in a workspace of so many bytes."""
     if workspace < counts.smallest_workspace:
         held = f"one row of {counts.V} logits, and vectors of {counts.N} tokens and {counts.V} classes"
         raise too_small(workspace, counts.smallest_workspace, held)
@@ -41,7 +42,7 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
 
 
 def _packed_or_blocks(free: int, counts: ByteCounts, bits: int) -> Iterator[Tiling]:
-    """Yield the sizes with a packed sum, if it leaves chunks enough rows, and of class blocks."""
+    """Yield the sizes with a packed sum, if it leaves enough rows, and those with class blocks."""
     packed = counts.packed_bytes(bits)
     fewest = max(fewest_rows(counts, "packed", bits), ROW_TILE[counts.device])
     if packed and counts.most_rows(free - packed) >= min(counts.N, fewest):
@@ -58,7 +59,10 @@ def too_small(workspace: int, least: int, held: str) -> ArgumentError:
 
 
 def tiling_bytes(counts: ByteCounts, tiling: Tiling) -> int:
-    """Return the peak bytes of a call of these sizes, without a float32 sum that it returns."""
+    """Return the peak bytes of a call of these sizes.
+
+    The float32 sum of dW ("accumulate") is not counted, because the call returns it.
+    """
     way, two_sweeps = tiling.weight_gradient, counts.class_blocks
     copies = tiling.operand_classes * counts.weight_copy
     if way == "class_blocks" and two_sweeps is not None:
@@ -78,9 +82,9 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
     room = free - accumulator_bytes(counts, way, bits)
     operand_classes = V
     if counts.weight_copy:
-        # An eighth of the room for the copy, the rest for rows. On the CPU this is faster than a
-        # quarter: fewer walks over the weight, and copies that stay nearer to its cache. It is no
-        # slower than a sixteenth (decision 0026).
+        # The copy gets an eighth of the room, and rows get the rest. On the CPU an eighth is faster
+        # than a quarter: there are fewer chunks, each of which reads the whole weight, and smaller
+        # copies stay in the cache. An eighth is no slower than a sixteenth (decision 0026).
         copied = max(counts.smallest_copy, min(room // 8, room - counts.chunk(1)))
         operand_classes = _classes(copied, counts.weight_copy, V)
         room -= operand_classes * counts.weight_copy
@@ -96,9 +100,9 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
 
 
 def _class_block(free: int, counts: ByteCounts) -> tuple[int, int]:
-    """Return tokens and classes of a block.
+    """Return the tokens C and classes B of a block.
 
-    Its accumulator [B, D] and its logits [C, B] should be of about the same size.
+    Its accumulator [B, D] and its logits [C, B] get about half of the bytes each.
     """
     of_a_class = counts.class_sum + counts.weight_copy
     classes = _classes(free // 2, of_a_class, counts.V)
@@ -107,13 +111,20 @@ def _class_block(free: int, counts: ByteCounts) -> tuple[int, int]:
 
 
 def _classes(room: int, size: int, V: int) -> int:
-    """Return the classes that fit: V, or whole tiles, as an odd width is slow (decision 0034)."""
+    """Return how many classes of `size` bytes fit.
+
+    If less than V, this is a multiple of 128 or below 128, because other widths are slow (decision
+    0034).
+    """
     classes = max(1, min(V, room // max(1, size)))
     return classes if classes == V or classes < 128 else classes - classes % 128
 
 
 def even_rows(most: int, N: int, tile: int) -> int:
-    """Return rows per chunk, at most `most`, for few chunks of about equal size in whole tiles."""
+    """Return the rows per chunk for the fewest chunks of about equal size, in whole tiles.
+
+    A chunk has at most `most` rows.
+    """
     most = max(1, most)
     if most >= N:
         return max(N, 1)
@@ -124,7 +135,10 @@ def even_rows(most: int, N: int, tile: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _quickest(counts: ByteCounts, most: int, fewest: int, way: WeightGradient, bits: int) -> int:
-    """Return the rows per chunk with the least predicted time, among whole tiles that fit."""
+    """Return the rows per chunk with the least predicted time, in whole tiles.
+
+    They are between `fewest`, or half of `most`, and `most`.
+    """
 
     def seconds(rows: int) -> float:
         whole, rest = divmod(counts.N, rows)

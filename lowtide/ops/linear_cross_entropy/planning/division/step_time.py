@@ -13,7 +13,7 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_byte
 # add them to their targets' classes, and round dX from its float32 product.
 ROW_BYTES = 32
 SMALL_KERNELS = 12  # launches of small kernels per chunk
-CALL = 15e-5  # seconds of the work that a call does once: vectors, the order of targets
+CALL = 15e-5  # seconds of the work that a call does once: vectors of rows, the order of targets
 
 
 def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
@@ -31,7 +31,7 @@ def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
 
 
 def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int, product_rows: int) -> float:
-    """Return the predicted seconds of the large kernels of a chunk of so many rows."""
+    """Return the predicted seconds of the large kernels of a chunk of `rows` rows."""
     N, V, D, added = counts.N, counts.V, counts.D, added_bytes(counts, way, bits)
     logits = cost_model.exponentials_seconds(rows, V, D)
     if way == "packed" and counts.skips_ignored:
@@ -49,22 +49,24 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
     return logits + dx + dw
 
 
-# For a call of few tokens, by engine: the seconds of its small kernels on the card, and the seconds
-# of the host, which a small call waits for. Each further time that dW's memory is filled with
-# logits, the host launches one more GEMM and one more softmax (decision 0062).
+# Seconds of a call of few tokens, by engine (decision 0062): of its small kernels on the card, and
+# of the host, for which a small call waits.
 FEW_SMALL_KERNELS = {"logits_triton": 2e-5, "exponentials": 13e-5}
 HOST = {"logits_triton": 0.8e-3, "exponentials": 1.5e-3}
+# Seconds of the host for each further time that dW's memory is filled with logits. The host then
+# launches one more GEMM and one more softmax.
 HOST_OF_CHUNK = 0.25e-3
-# Bytes that a softmax reads and writes in memory for each float32 logit. It reads a logit twice,
-# once partly from the L2 cache.
+# Bytes of memory traffic of a softmax per float32 logit. The softmax reads a logit twice, once
+# partly from the L2 cache.
 SOFTMAX_BYTES = 10
-WEIGHT_SPEED = 4e12  # bytes a second of GEMMs with few rows
+WEIGHT_SPEED = 4e12  # bytes of the weight per second that a GEMM with few rows reads or writes
 
 
 def few_tokens_seconds(engine: str, counts: ByteCounts, tiling: Tiling, chunks: int) -> float:
-    """Return the predicted seconds of a call of few tokens: the longer of card's and host's.
+    """Return the predicted seconds of a call of few tokens, on card or host, whichever is longer.
 
-    "logits_triton" forms dW by a single GEMM, and fills its memory with logits `chunks` times.
+    "logits_triton" forms dW by a single GEMM. Before, it fills dW's memory with logits `chunks`
+    times.
     """
     N, V, D, host = counts.N, counts.V, counts.D, HOST[engine]
     if engine == "exponentials":

@@ -1,7 +1,7 @@
-"""Say how many bytes a call may use: the workspace that was asked for, or else the default.
+"""Tell how many bytes a call may use: the workspace that was asked for, or else the default.
 
-The default is no more than the dense computation would hold, but leaves room for pieces that are
-large enough.
+The default is no more than the dense computation would hold, unless this leaves room for too few
+rows or classes at a time.
 """
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
@@ -11,30 +11,32 @@ from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 
-# The default is at least this much larger than the smallest plan. On CUDA this is the granularity
-# of allocations.
+# The default is at least LEAST_ROOM bytes larger than the smallest workspace that the call runs in.
+# On CUDA this is the granularity of allocations.
 LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
-# It is at least this much larger if the plan would otherwise take few rows or few classes at a
-# time. Such a plan was 10 to 100 times slower on the CPU. With this room a call takes at most 1.5
-# times as long as with the whole default.
+# The default is at least ROOM bytes larger than the smallest workspace if the plan would otherwise
+# take few rows (less than ROWS or N / CHUNKS, whichever is more) or fewer than CLASSES classes at a
+# time. Such a plan was 10 to 100 times slower on the CPU. With ROOM a call takes at most 1.5 times
+# as long as with the whole default.
 ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 16 * MIB}, 32, 64, 128
-# With a single GEMM over all tokens, the dense computation may hold nothing but their exponentials
-# beside a larger weight gradient. This GEMM takes as many bytes more per token, per feature and per
-# class.
+# Bytes per token, per feature and per class that are added to those of the dense computation if dW
+# may be a single GEMM over all tokens. With few tokens and a large weight gradient, the dense
+# computation may hold only one half-precision tensor of the logits' size beside its gradients. The
+# call with the single GEMM holds such a tensor too, and these bytes beside it.
 BESIDE_ONE_PRODUCT = 256
 
 
 def workspace_bytes(workspace: int | None, device: str, beside: int = 0) -> int:
-    """Return the workspace asked for, or the default plus `beside`, which it does not include."""
+    """Return the workspace that was asked for, or the default plus `beside` bytes."""
     return DEFAULT_WORKSPACE[device] + beside if workspace is None else workspace
 
 
 def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) -> int:
     """Return the workspace of a call.
 
-    The default does not include what further terms need nor, on CUDA, the float32 sum. It is
-    limited to what the dense computation would hold, where that is known, as long as there is room
-    for enough rows and classes at a time.
+    To the default are added the bytes of further linear terms and, on CUDA, those of the float32
+    sum of dW. If the bytes of the dense computation are known, they limit the result, unless this
+    leaves room for too few rows or classes at a time.
     """
     beside = counts.further_terms + (counts.weight_sum if counts.device == "cuda" else 0)
     most = workspace_bytes(workspace, counts.device, beside)
@@ -45,7 +47,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) 
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
     tiling = choose_sizes(limited, counts)
-    # Class blocks take one GEMM more, which on a card the same room avoids.
+    # Class blocks take one more GEMM. On CUDA ROOM avoids it.
     one_more = counts.device == "cuda" and tiling.weight_gradient == "class_blocks"
     if _has_large_pieces(tiling, counts) and not one_more:
         return limited
