@@ -1,8 +1,8 @@
-"""Compute what excluded_part_stats.py does for a loss in Triton, a launch for each function.
+"""Merge statistics as excluded_part_stats.py does for a loss, one Triton launch per function.
 
-Torch takes two dozen launches for some, and the device has no other work to do meanwhile.
+In torch some of these functions take two dozen launches, during which the device has no other work.
 
-Shapes: C tokens of a chunk; P ranks; K numbers of a row that move; lower case = one tile.
+Shapes: C tokens of a chunk; P ranks; K numbers of a row that ranks exchange; lower case = one tile.
 """
 
 import triton
@@ -24,7 +24,7 @@ NAN_TOO = tl.constexpr(tl.PropagateNan.ALL)
 def _first_references_kernel(
     logit_C_ptr, sampled_C_ptr, place_C_ptr, ignored_C_ptr, reference_C_ptr, C, BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """Write each row's first reference, and -inf as logits of other ranks' targets."""
+    """Write each row's first reference, and the logit -inf where another rank has the target."""
     rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = rows < C
     own_c = tl.load(place_C_ptr + rows, mask=inside, other=-1) >= 0
@@ -42,7 +42,7 @@ def _pack_kernel(
     max_C_ptr, sum_C_ptr, logit_C_ptr, place_C_ptr, ignored_C_ptr, smooth_logit_C_ptr, out_KC_ptr, C,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers of each row that this rank sends."""
+    """Write the K numbers of each row that this rank sends."""
     rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = rows < C
     own_c = tl.load(place_C_ptr + rows, mask=inside, other=-1) >= 0
@@ -65,7 +65,7 @@ def _merge_kernel(
     parts_PKC_ptr, own_KC_ptr, ignored_C_ptr, total_weight_ptr, max_C_ptr, sum_C_ptr, target_logit_C_ptr,
     nll_C_ptr, smooth_nll_C_ptr, factor_C_ptr, P, K, C, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of all ranks, and write exp(r_p - r) of this one."""
+    """Merge the statistics of all ranks, and write exp(r_p - r) of this rank."""
     rows = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = rows < C
     ignored_c = tl.load(ignored_C_ptr + rows, mask=inside, other=1) != 0

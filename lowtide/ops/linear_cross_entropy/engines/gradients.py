@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Hold the gradients of a head's tensors; None for one that is not wanted."""
+    """Hold the gradients of a head's tensors, with None for a gradient that is not wanted."""
 
     inputs: tuple[PendingGradient | None, ...]  # each [N, D_k]
     weights: tuple[PendingGradient | None, ...]  # each [V, D_k]
@@ -38,22 +38,22 @@ class Gradients:
 
     @property
     def all(self) -> tuple[PendingGradient | None, ...]:
-        """Return them in the order of Head's tensors."""
+        """Return the gradients in the order of Head's tensors."""
         return (*self.inputs, *self.weights, self.bias, self.scale)
 
     @property
     def outputs(self) -> list[Tensor]:
-        """Return what an operator returns of them: two tensors of each that is wanted."""
+        """Return an operator's outputs: the tensor and the remaining factor of each gradient."""
         return outputs_of(each for each in self.all if each is not None)
 
     def finished(self, tensors: Iterable[Tensor | None], backend: str) -> list[Tensor]:
-        """Return the wanted gradients of these tensors, which are in the same order."""
+        """Return the finished gradients of the tensors, which are in the order of `all`."""
         pairs = zip(self.all, tensors)
         return [each.finished(like, backend) for each, like in pairs if each is not None and like is not None]
 
 
 def no_gradients(head: Head) -> Gradients:
-    """Return gradients of which none is wanted."""
+    """Return the gradients of a call that wants none."""
     nothing = (None,) * len(head.inputs)
     return Gradients(nothing, nothing)
 
@@ -61,10 +61,11 @@ def no_gradients(head: Head) -> Gradients:
 def allocate(
     plan: "Plan", head: Head, factor: Tensor, *, final: bool, empty: bool, some_rows: bool
 ) -> Gradients:
-    """Allocate memory for the wanted gradients, which will be factor times its contents.
+    """Allocate memory for the wanted gradients; each is `factor` times what the engine computes.
 
-    `final`: no upstream gradient follows. `empty`: nothing will be written. `some_rows`: not every
-    row of an input gradient will be written.
+    `final`: no upstream gradient will be applied later. `empty`: nothing will be written, so the
+    memory is set to 0. `some_rows`: not every row of an input gradient will be written, so these
+    are set to 0.
     """
     needs_grad = plan.needs_grad
     unscaled = factor  # the gradient of the scale itself does not include the scale
@@ -78,8 +79,8 @@ def allocate(
         return allocate_one(like, shape, factor, **options)
 
     def of_input(input: Tensor, weight: Tensor) -> PendingGradient:
-        # If the head is sharded, no rank knows the largest weight, so the gradient is kept as a
-        # sum.
+        # fp16_headroom_of_input needs the largest number of the whole weight. No rank of a sharded
+        # head knows it, so there a float16 gradient is kept in the sum's dtype.
         summed = keeps_input_sum(input, plan.options)
         headroom: int | Tensor = FP16_EXPONENT
         if input.dtype == torch.float16 and not summed:
@@ -122,8 +123,9 @@ def allocate_one(
 ) -> PendingGradient:
     """Allocate the gradient of `like`, and split its factor into what is applied and what remains.
 
-    `summed`: it stays a sum until backward. `final`: no upstream gradient follows. `by_row`: each
-    of its rows is multiplied by a factor anyway, and the shared factor is applied with that one.
+    `summed`: the gradient is kept in the sum's dtype until backward. `final`: no upstream gradient
+    will be applied later. `by_row`: the engine multiplies each row by a factor of its own, and
+    applies the shared factor with it.
     """
     kept = sum_dtype if summed else like.dtype
     make = torch.zeros if zero else torch.empty
@@ -142,17 +144,23 @@ def _waits(dtype: torch.dtype, kept: torch.dtype, sum_dtype: torch.dtype, *, by_
 def factor_remains(
     dtype: torch.dtype, kept: torch.dtype, sum_dtype: torch.dtype, *, by_row: bool = False
 ) -> bool:
-    """Return True if `allocate_one` leaves a factor for backward, of a gradient in this dtype."""
+    """Return True if `allocate_one` leaves a factor for backward.
+
+    `dtype` is that of the tensor, and `kept` that in which its gradient is kept.
+    """
     return dtype == torch.float16 or _waits(dtype, kept, sum_dtype, by_row=by_row)
 
 
 def keeps_input_sum(input: Tensor, options: Options) -> bool:
-    """Return True if an input gradient is kept in the dtype of the sums until backward."""
+    """Return True if an input gradient is kept in the sum's dtype until backward."""
     return options.sharded and input.dtype == torch.float16
 
 
 def as_sums(gradient_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the memory of a half-precision gradient as numbers of the sums' dtype."""
+    """Return the memory of a half-precision gradient as numbers of the sum's dtype.
+
+    The result is a matrix, or a vector if D is odd.
+    """
     if gradient_VD.shape[1] % 2 == 0:
         return gradient_VD.view(dtype)
     return gradient_VD.view(-1)[: gradient_VD.numel() // 2 * 2].view(dtype)
@@ -161,7 +169,7 @@ def as_sums(gradient_VD: Tensor, dtype: torch.dtype) -> Tensor:
 class InputRows:
     """Take the rows of an input gradient, a chunk at a time.
 
-    A GEMM writes them straight into the gradient, or into a buffer from which they are rounded.
+    A GEMM writes them into the gradient itself, or into a buffer from which they are rounded.
     """
 
     def __init__(
@@ -178,7 +186,7 @@ class InputRows:
         return self.dx.tensor[rows] if self.buffer_CD is None else self.buffer_CD[: rows.stop - rows.start]
 
     def store(self, rows: slice) -> None:
-        """Round what was written into the gradient; the buffer may be overwritten."""
+        """Round the chunk's rows from the buffer, if there is one, into the gradient."""
         if self.buffer_CD is None:
             return
         dx, dx_CD = self.dx, self.memory(rows)

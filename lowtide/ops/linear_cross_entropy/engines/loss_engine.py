@@ -1,6 +1,7 @@
-"""Compute the loss and its gradients from row statistics: what the engines of the loss share.
+"""Define the base class of the loss's engines: row statistics and gradients of a call.
 
-row_math.py has the formulas, engine.py the walk over chunks.
+row_math.py has the formulas, engine.py has the walk over chunks, row_loss.py has the loss of each
+row.
 
 Shapes: N tokens, of which M are kept (not ignored); D_k features of term k, V classes; C tokens of
 a chunk, B classes of a block.
@@ -53,7 +54,7 @@ class LossEngine(Engine):
         self.first_class = plan.options.first_class
 
     def row_statistics(self) -> Any:  # an instance of stats_kind
-        """Compute the row statistics without gradients."""
+        """Compute the row statistics, and no gradients."""
         stats = self.rows.empty_stats(self.stats_kind)
         self.walk(self.rows.coefs(), stats, no_gradients(self.head), take_stats=True)
         return stats
@@ -67,7 +68,7 @@ class LossEngine(Engine):
         return stats, self._gradients(self.rows.coefs(), stats, factor, final=False, take_stats=True)
 
     def backward(self, coefs: RowCoefs, stats: RowStats) -> Gradients:
-        """Compute the gradients that the coefficients describe, from forward's statistics."""
+        """Compute the gradients with these coefficients, from the statistics of forward."""
         one = torch.ones((), dtype=self.plan.sum_dtype, device=self.device)
         return self._gradients(coefs, stats, one, final=True, take_stats=False)
 
@@ -116,17 +117,19 @@ class LossEngine(Engine):
         )
 
     def target_logits(self, u_C: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the targets' logits and slopes; u_C gets the bias added in place."""
+        """Return the targets' logits and slopes from their products u_C.
+
+        The bias is added to u_C in place.
+        """
         if self.transform.bias_V is not None:
             u_C += self.transform.bias_V[target_C]
         return self.transform.apply(u_C, in_place=False, sloped=True)
 
 
 def make_rows(plan: "Plan", head: Head, labels: Labels) -> RowLoss:
-    """Return the rows of a call; modules that import Triton are imported only here."""
+    """Return the RowLoss of a call; import the class that needs Triton only if it is taken."""
     kind, call_kind = RowLoss, plan.call_kind
-    # Ranks exchange target weights, if other ranks have some of the tokens, or of the classes'
-    # weights.
+    # Only RowLoss asks other ranks for labels, if tokens are sharded, and for class weights.
     asks = plan.agreement is not None and (plan.options.tokens_sharded or call_kind.class_weights)
     if plan.backend == "triton" and not asks and not call_kind.probabilities:
         from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss as kind

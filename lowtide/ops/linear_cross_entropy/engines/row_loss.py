@@ -31,10 +31,10 @@ Stats = TypeVar("Stats", bound=RowStats)
 class RowLoss:
     """Hold the labels of each kept row.
 
-    On the CPU these are the rows that are not ignored. On CUDA they are all rows, because counting
-    would wait for the device; `counted_rows` holds their order if ignored rows are skipped. Where
-    ranks have tokens of their own they are all rows, too, and those of `cleared_N` are to be read
-    as zeros.
+    In plain torch on the CPU, the kept rows are those that are not ignored. On CUDA all rows are
+    kept, because counting would wait for the device; `counted_rows` holds their order if ignored
+    rows are skipped. If ranks have tokens of their own, the rows of all ranks are kept, and those
+    that are True in `cleared_N` are read as zeros.
     """
 
     def __init__(self, plan: "Plan", head: Head, labels: Labels) -> None:
@@ -64,14 +64,14 @@ class RowLoss:
             self.target_N = torch.zeros(self.N, dtype=torch.long, device=self.device)
             return
         ignore_index = self.plan.options.ignore_index
-        target_N = target.flatten().long()  # a narrower one would wrap ignore_index
+        target_N = target.flatten().long()  # a narrower dtype would wrap ignore_index
         if self.order is not None:
             target_N = self.order.gather(target_N, ignore_index)
         check_classes(target_N, self.V, ignore_index)
         ignored_N = target_N == ignore_index
         leaves_out = self.device.type == "cpu" and self.plan.backend == "torch" and bool(ignored_N.any())
         if leaves_out and self.order is not None:
-            self.cleared_N = ignored_N  # ranks take equally many rows, so they stay, without their numbers
+            self.cleared_N = ignored_N  # not left out, because ranks must take equally many rows
         elif leaves_out:
             self.kept_rows = (~ignored_N).nonzero()[:, 0]
             target_N, ignored_N = target_N[self.kept_rows], ignored_N[self.kept_rows]
@@ -80,15 +80,20 @@ class RowLoss:
         self.invalid_target_N = ((target_N < 0) | (target_N >= self.V)) & ~ignored_N
         self.target_N = target_N.masked_fill(ignored_N | self.invalid_target_N, 0)
 
-    # Convert vectors of this rank's rows to those of kept rows, or of all ranks' rows, and back.
+    # Convert vectors of this rank's rows to vectors of kept rows, and back.
 
     def of_kept(self, vector_N: Tensor, fill: float = 0) -> Tensor:  # [M]
-        """`fill` is for rows that only take part, where ranks have tokens of their own."""
+        """Return the vector of kept rows.
+
+        If ranks have tokens of their own, `fill` stands in rows that fill up ranks with fewer
+        tokens.
+        """
         if self.order is not None:
             return self.order.gather(vector_N, fill)
         return vector_N if self.kept_rows is None else vector_N[self.kept_rows]
 
     def of_all(self, vector_M: Tensor, ignored: float = 0) -> Tensor:  # [N]
+        """Return the vector of all rows of this rank, with `ignored` in ignored rows."""
         if self.kept_rows is None:
             vector_M = vector_M.masked_fill(self.ignored_N, ignored)
             return vector_M if self.order is None else self.order.own(vector_M)
@@ -114,24 +119,25 @@ class RowLoss:
         return loss if denominator is None else loss / denominator
 
     def denominator(self) -> Tensor:
-        """Return what a mean is divided by, whatever the weights of the rows.
+        """Return what a mean is divided by if no normaliser is given.
 
-        This is the sum of the targets' class weights, or for probabilities the number of rows.
+        This is the sum of the targets' class weights, or the number of rows if the target holds
+        class probabilities. Row weights have no part in it.
         """
         if self.soft_NV is not None:
             return torch.full((), float(self.N), dtype=self.plan.sum_dtype, device=self.device)
         return self.target_weight_N.sum()
 
     def mean(self, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what a mean is divided by, the normaliser if given, and the gradients' factor."""
+        """Return what a mean is divided by (a normaliser, if given), and the gradients' factor."""
         denominator = self.denominator() if normalizer is None else normalizer
         return denominator, mean_factor(denominator, self.ignored_N.all())
 
     def coefs(self, upstream_N: Tensor | None = None) -> RowCoefs:
         """Return the coefficients of the gradient of sum(upstream_N * loss_N).
 
-        All upstream gradients are 1 if none are given. The row's weight, a factor of its loss,
-        multiplies its upstream gradient.
+        If no upstream gradients are given, each is 1. A row's weight is a factor of its loss, so it
+        multiplies the row's upstream gradient.
         """
         options = self.plan.options
         smoothing = options.label_smoothing
@@ -168,7 +174,10 @@ class RowLoss:
         grad_entropy_N: Tensor | None,
         grad_logsumexp_N: Tensor | None,
     ) -> RowCoefs:
-        """Return the coefficients of the gradient of these three outputs; vectors of all rows."""
+        """Return the coefficients of the gradient of log-probability, entropy and log-sum-exp.
+
+        The arguments hold the upstream gradients of all rows; None stands for an output without.
+        """
         target_coef_N = torch.zeros(self.M, dtype=self.plan.sum_dtype, device=self.device)
         entropy_coef_N = None
         if grad_log_prob_N is not None:
@@ -214,7 +223,8 @@ class RowLoss:
     def target_weight_N(self) -> Tensor:
         """Return the class weight of each row's target.
 
-        It is 0 for ignored rows, and NaN where a CUDA target is no class.
+        The weight is 0 for ignored rows. It is NaN for a target that is no class, which raises an
+        error on the CPU alone.
         """
         if self.class_weight_V is None:
             weight_N = torch.ones(self.M, dtype=self.plan.sum_dtype, device=self.device)
@@ -225,7 +235,7 @@ class RowLoss:
         return weight_N.masked_fill_(self.invalid_target_N, torch.nan).masked_fill_(self.ignored_N, 0)
 
     def _weight_of_all_ranks(self) -> Tensor:
-        """Return the class weight of each row's target, which one of the ranks has."""
+        """Return the class weight of each row's target, from the rank that has this class."""
         assert self.class_weight_V is not None
         assert self.plan.agreement is not None
         weight_N = torch.zeros(self.M, dtype=self.plan.sum_dtype, device=self.device)
@@ -261,13 +271,13 @@ class RowLoss:
 
 
 def mean_factor(denominator: Tensor, all_ignored: Tensor) -> Tensor:
-    """Return 1 / denominator. If every row is ignored, it is 1.
+    """Return 1 / denominator, or 1 if every row is ignored.
 
-    Then the loss is NaN and the gradients are zero, as in torch.
+    In that case the gradients are 0, not NaN; the mean is NaN unless a normaliser is given.
     """
     return 1 / denominator.masked_fill(all_ignored, 1)
 
 
 def as_vector(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return the vector in this dtype, its numbers side by side."""
+    """Return the vector in this dtype, contiguous."""
     return None if vector is None else vector.to(dtype).contiguous()

@@ -1,12 +1,12 @@
 """Compute the vectors of the rows, the factor of a mean and the loss, each in one Triton launch.
 
-Plain torch takes some thirty launches of a few numbers each, and a small call waits for them.
-row_math.py has the formulas. Sums have a fixed order.
+Plain torch takes some thirty launches of a few numbers each, and a small call waits for them. Sums
+are taken in a fixed order.
 
-With label smoothing e and z-loss l, target_share is 1 - e, smoothing_share is e/V, and
-lse_share 2 l.
+row_math.py has the formulas. With label smoothing e and z-loss l, target_share is 1 - e,
+smoothing_share is e/V, and lse_share is 2 l.
 
-Shapes: N tokens, V classes.
+Shapes: N tokens, of which M are kept; V classes.
 """
 
 from typing import Any
@@ -24,11 +24,13 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import or
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
 from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, RowStats
 
-# Rows that a program takes at a time; only one program takes a sum.
+# Rows that a program takes at a time. A sum over the rows is taken by one program of SUM_BLOCK
+# rows.
 BLOCK, WARPS = 512, 4
 SUM_BLOCK, SUM_WARPS = 4096, 16
-# Vectors that are allocated at once: each allocation takes the host 5 microseconds. All begin at
-# multiples of 16 bytes.
+# VECTORS vectors are allocated at once, because each allocation takes the host 5 microseconds. Each
+# is padded to a multiple of ALIGNED float32 numbers, so that the next begins at a multiple of 16
+# bytes.
 VECTORS, ALIGNED = 8, 4
 
 
@@ -42,11 +44,11 @@ def _row_vectors_kernel(
     N, V, label_stride, row_weight_stride, upstream_stride,
     ignore_index, target_share, smoothing_share, lse_share, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute each row's target and weight, unless known, and its coefficients. Grid: (N / BLOCK,).
+    """Compute each row's target and weight, and its coefficients. Grid: (cdiv(N, BLOCK),).
 
-    Labels are integers, row weights and upstream gradients numbers, of any dtype. Without label
-    smoothing softmax_coef is target_coef and is not written. A single program also computes what
-    `_store_mean` does.
+    Results whose pointer is None are not written. Labels are integers of any dtype; row weights and
+    upstream gradients are numbers of any dtype. Without label smoothing softmax_coef is target_coef
+    and is not written. With factor_ptr, a single program also stores what a mean needs.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < N
@@ -90,9 +92,10 @@ def _row_vectors_kernel(
 
 @triton.jit
 def _store_mean(weight, kept, normalizer_ptr, denominator_ptr, factor_ptr):
-    """Store a mean's denominator, unless given, and 1 / denominator.
+    """Store the denominator of a mean, unless a normaliser is given, and 1 / denominator.
 
-    If every row is ignored, the denominator is NaN, as the loss in torch, and the factor is 1.
+    If every row is ignored, the denominator is NaN, so that the loss is NaN as in torch, and the
+    factor is 1.
     """
     some = tl.max(kept, 0) != 0
     if normalizer_ptr is None:
@@ -108,7 +111,7 @@ def _store_mean(weight, kept, normalizer_ptr, denominator_ptr, factor_ptr):
 def _mean_kernel(
     target_weight_N_ptr, ignored_N_ptr, normalizer_ptr, denominator_ptr, factor_ptr, N, BLOCK: tl.constexpr
 ):
-    """Compute what `_store_mean` does, of any number of rows. Grid: (1,)."""
+    """Store the denominator of a mean and the factor, for any number of rows. Grid: (1,)."""
     weight = tl.zeros((BLOCK,), tl.float32)
     kept = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, N, BLOCK):
@@ -127,9 +130,9 @@ def _loss_kernel(
     target_logit_N_ptr, row_weight_N_ptr, denominator_ptr, loss_N_ptr, loss_ptr,
     N, row_weight_stride, target_share, smoothing_share, z_loss, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute each row's loss; or their sum over the denominator, if given, in a single program.
+    """Compute each row's loss, or with loss_ptr their sum, divided by the denominator if given.
 
-    Grid: programs that take the blocks in turn.
+    Grid: any number of programs, which take the blocks in turn; a single program for the sum.
     """
     total = tl.zeros((BLOCK,), tl.float32)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -163,9 +166,10 @@ def _loss_kernel(
 
 
 class TritonRowLoss(RowLoss):
-    """Take class indices on the backend "triton", where no other rank has to be asked.
+    """Hold the labels of each row on the backend "triton".
 
-    All rows are kept, in an order in which ignored ones come last if the plan skips those.
+    The target holds class indices, and no other rank has to be asked for labels. All rows are kept.
+    If the plan skips ignored rows, they come last.
     """
 
     def _set_rows(self, labels: Labels) -> None:
@@ -203,9 +207,11 @@ class TritonRowLoss(RowLoss):
         targets: tuple[Tensor | None, ...],
         mean: tuple[Tensor, Tensor] | None = None,
     ) -> RowCoefs:
-        """Return the coefficients, and write targets, ignored, invalid and weights if given.
+        """Return the coefficients, and write `targets` and `mean`.
 
-        With memory for it, a mean's divisor and factor are written too, by a single program.
+        `targets` is memory for target_N, ignored_N, invalid_target_N and target_weight_N; what is
+        None is not written. `mean` is memory for the denominator of a mean and the gradients'
+        factor, if a single program takes all rows.
         """
         options, smoothed = self.plan.options, self.plan.options.label_smoothing > 0
         target_coef_N = self.vector()
@@ -238,7 +244,10 @@ class TritonRowLoss(RowLoss):
         return denominator, factor
 
     def _mean_memory(self, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return memory for a mean's divisor, or the normaliser, and for the gradients' factor."""
+        """Return memory for the denominator of a mean and for the gradients' factor.
+
+        A normaliser that is given is the denominator itself.
+        """
         return self._empty(()) if normalizer is None else normalizer, self._empty(())
 
     def loss_N(self, stats: RowStats) -> Tensor:
@@ -272,7 +281,7 @@ class TritonRowLoss(RowLoss):
         )  # fmt: skip
 
     def _shares(self) -> tuple[float, float]:
-        """Return what label smoothing multiplies the target's term by, and that of each class."""
+        """Return the factors that label smoothing gives the target's term and each class's term."""
         smoothing = self.plan.options.label_smoothing
         return 1 - smoothing, smoothing / max(self.V, 1)
 
@@ -280,7 +289,7 @@ class TritonRowLoss(RowLoss):
         return self.spare_vectors.pop() if self.spare_vectors else super().vector()
 
     def _spare_vectors(self) -> list[Tensor]:
-        """Allocate the vectors of a mean or sum at once, of which none outlives the call."""
+        """Allocate the vectors of a mean or sum at once, because none of them outlives the call."""
         if self.plan.options.reduction == "none" or self.plan.call_kind.log_probs:
             return []
         spare = self._empty((VECTORS, cdiv(self.M, ALIGNED) * ALIGNED))

@@ -1,12 +1,15 @@
 """Define the arithmetic of a row: from logits to its loss, and to the coefficients of its gradient.
 
-All engines share these formulas; row_math_triton.py has those that kernels need in Triton. A
-product gives u, to which the bias is added. The logits are
+All engines share these formulas; row_math_triton.py has those that kernels need in Triton.
+
+Let u be a row of the product of input and weight, plus the bias. With the logit scale s and the
+soft cap c, the logits are
 
     z = s u,  or with a soft cap  z = c tanh(s u / c),  slope  dz/du / s = 1 / cosh^2(s u / c)
 
-With class weights w, smoothing e, class probabilities y, z-loss l and the row's upstream gradient,
-each row i with target t contributes
+Let w be the class weights, e the label smoothing, y the class probabilities, l the weight of the
+z-loss, lse the log-sum-exp of the row's logits, and upstream the row's upstream gradient. A row
+with target t contributes
 
     loss      = (1 - e) w_t (lse - z_t) + e/V sum_v w_v (lse - z_v) + l lse^2
     gradient  = slope_v (p_v (softmax_coef + entropy_coef (z_v - max))
@@ -18,14 +21,14 @@ each row i with target t contributes
           softmax_coef   = target_coef + smoothing_coef sum_v w_v
                            + soft_target_coef sum_v w_v y_v + lse_coef lse
 
-For class probabilities, smoothed to y = (1 - e) y + e/V, the first two terms of the loss become
-sum_v y_v w_v (lse - z_v), and soft_target_coef = upstream replaces target_coef and smoothing_coef.
-entropy_coef is what an entropy's gradient adds. In `RowCoefs`, softmax_coef has only what is known
-before the row's statistics are.
+Class probabilities are smoothed first: (1 - e) y + e/V takes the place of y. With them the first
+two terms of the loss become sum_v y_v w_v (lse - z_v), and soft_target_coef = upstream replaces
+target_coef and smoothing_coef. entropy_coef is not 0 where an entropy has an upstream gradient. In
+`RowCoefs`, softmax_coef has only the terms that do not depend on the row's statistics.
 
-That is the gradient of u_v without the factor s, which all rows share; it is applied to the
-gradients of input and weight. The gradient of s itself is the sum over v of this one times u_v
-(`grad_dot_logit_N`).
+The gradient above is that of u_v without the factor s. All rows share s, so it is applied to the
+gradients of input and weight instead. A row's share of the gradient of s is the sum over v of the
+gradient above times u_v (`grad_dot_logit_N`).
 
 Shapes: N tokens, V classes; C rows and B columns of one tile.
 """
@@ -39,17 +42,17 @@ from torch import Tensor
 
 from lowtide.core.soft_cap import slope_of_tanh
 
-# A larger sum of exponentials means a logit about 40 above the reference. e^40 and e^-40 are well
-# inside bfloat16's range.
+# If a row's sum of exponentials is larger, some logit is about 40 above the reference, which is
+# then replaced. e^40 and e^-40 are well inside bfloat16's range.
 LARGEST_SUM = 1e17
 
 Own = TypeVar("Own", bound="ByRow")
 
 
 class ByRow:
-    """Hold vectors of one number per row; one that has no part in a call is None."""
+    """Hold vectors of one number per row; a vector that has no part in a call is None."""
 
-    __match_args__: ClassVar[tuple[str, ...]]  # names of the fields, which dataclasses.fields looks up
+    __match_args__: ClassVar[tuple[str, ...]]  # the names of the fields; quicker than dataclasses.fields
 
     def each(self: Own, change: Callable[[Tensor], Tensor]) -> Own:
         return type(self)(*(None if value is None else change(value) for value in self.vectors))
@@ -79,11 +82,11 @@ class RowCoefs(ByRow):
     entropy_coef_N: Tensor = None  # with an upstream gradient of the entropy
 
     def largest(self) -> Tensor:
-        """Bound the magnitude of a logit's gradient, roughly, 0-d; 0 for no rows."""
+        """Return a rough bound of the magnitude of a logit's gradient, 0-d; 0 for no rows."""
         if self.softmax_coef_N.shape[0] == 0:
             return self.softmax_coef_N.sum()
-        # These are multiplied by what is not known yet: a log-sum-exp, and the sum of a row's
-        # probabilities.
+        # Guesses of what these coefficients are multiplied by, which is not known yet: the row's
+        # log-sum-exp, and the sum of its class probabilities.
         room = {"lse_coef_N": 1024, "soft_target_coef_N": 64}
         bounds = []
         for field in fields(self):
@@ -98,6 +101,8 @@ class RowCoefs(ByRow):
 
 @dataclass(frozen=True, slots=True)
 class _Stats(ByRow):
+    """Hold the statistics of each row that both kinds have."""
+
     max_N: Tensor
     sum_N: Tensor
     nll_N: Tensor = None  # lse - z_t
@@ -126,11 +131,11 @@ class SoftmaxStats(_Stats):
 class ExcludedTargetStats(_Stats):
     """Hold the statistics of the exponentials engines, whose sum leaves the target out.
 
-    max_N is a reference r near the largest z, and sum_N = sum over v != t of exp(z_v - r). With the
-    target in the sum, a confident token would lose its digits.
+    max_N is a reference r near the largest z, and sum_N = sum over v != t of exp(z_v - r). If a
+    confident token's target were in the sum, the other terms would lose their digits.
     """
 
-    target_logit_N: Tensor = None  # z_t; not needed after forward
+    target_logit_N: Tensor = None  # z_t; backward reads it only if classes are on several ranks
 
     @property
     def logsumexp_N(self) -> Tensor:
@@ -143,7 +148,7 @@ class ExcludedTargetStats(_Stats):
 
 
 RowStats = SoftmaxStats | ExcludedTargetStats
-"""The statistics of each row; the two kinds give the sum of exponentials different meanings."""
+"""The statistics of each row; sum_N includes the target in the first kind alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +174,9 @@ class LogitTransform:
         return self if self.bias_V is None else replace(self, bias_V=self.bias_V[classes])
 
     def apply(self, u: Tensor, *, in_place: bool, sloped: bool) -> tuple[Tensor, Tensor | None]:
-        """Return z of u, which includes the bias; and if `sloped` the slope, None if it is 1.
+        """Return the logits z of u, and if `sloped` their slope, or None if it is 1.
 
-        The slope leaves out scale and temperature.
+        u includes the bias. The slope is dz/du without the factors of scale and temperature.
         """
         out = u if in_place else None
         z = u if self.scale is None else torch.mul(u, self.scale, out=out)
@@ -184,7 +189,7 @@ class LogitTransform:
 
 @dataclass(frozen=True, slots=True)
 class TileColumns:
-    """Say where a tile lies among the classes, and what belongs to each of its classes."""
+    """Hold the place of a tile among the classes, and what belongs to each of its classes."""
 
     first_class: int
     transform: LogitTransform  # with the scale, soft cap and bias of the tile's classes
@@ -198,7 +203,7 @@ class TileColumns:
 
 
 def whole_softmax_coef(coefs: RowCoefs, stats: RowStats, find_logsumexp: Callable[[], Tensor]) -> Tensor:
-    """Return what p_v is multiplied by in each row, once the row's statistics are known."""
+    """Return softmax_coef of each row, with the terms that depend on the row's statistics."""
     softmax_coef_C = coefs.softmax_coef_N
     if coefs.soft_target_coef_N is not None:
         softmax_coef_C = softmax_coef_C + coefs.soft_target_coef_N * stats.soft_mass_N
@@ -210,9 +215,9 @@ def whole_softmax_coef(coefs: RowCoefs, stats: RowStats, find_logsumexp: Callabl
 def excluded_coefs(
     coefs: RowCoefs, stats: ExcludedTargetStats, logit_C: Tensor, *, take_nll: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return c and h of G = c E + h [v = t] (exponentials/engine.py).
+    """Return the coefficients c and h of G = c E + h [v = t] (exponentials/engine.py).
 
-    With `take_nll`, compute lse - z_t as well.
+    With `take_nll`, write lse - z_t to `stats.nll_N`, too.
     """
     above_C = logit_C - stats.max_N
     exp_C = above_C.exp()
@@ -220,19 +225,20 @@ def excluded_coefs(
     if take_nll:
         target_nll(above_C, stats.sum_N, total_C, out=stats.nll_N)
     softmax_coef_C = whole_softmax_coef(coefs, stats, lambda: excluded_logsumexp(stats, logit_C))
-    # c e - target_coef, written so that no two numbers near 1 are subtracted
+    # h times the total, without a difference of two numbers near 1
     rest_C = (softmax_coef_C - coefs.target_coef_N) * exp_C - coefs.target_coef_N * stats.sum_N
     return softmax_coef_C / total_C, rest_C / total_C
 
 
 def target_nll(above_C: Tensor, others_C: Tensor, total_C: Tensor, *, out: Tensor) -> None:
-    """Compute lse - z_t of each row; `above` is z_t - max, and `total` the sum of exponentials.
+    """Write lse - z_t of each row; `above` is z_t - max, and `total` the sum of exponentials.
 
-    `others` is that sum without the target's, whose 1 would take its digits if z_t is the maximum.
+    `others` is the sum without the target's exponential. If z_t is the maximum, this exponential is
+    1, and a total near 1 has lost the digits of the others.
     """
     torch.where(above_C == 0, others_C.log1p(), total_C.log() - above_C, out=out)
 
 
 def excluded_logsumexp(stats: ExcludedTargetStats, logit_C: Tensor) -> Tensor:
-    """Return the log-sum-exp of each row from statistics without the target, and its logit."""
+    """Return the log-sum-exp of each row, from statistics without the target and its logit."""
     return stats.max_N + ((logit_C - stats.max_N).exp() + stats.sum_N).log()

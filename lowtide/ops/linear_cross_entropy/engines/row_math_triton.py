@@ -8,15 +8,16 @@ from lowtide.core.kernels.triton_helpers import slope_of_tanh, tanh_and_room
 
 @triton.jit
 def transformed(u, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """Return the logits z of u, which includes the bias, and what `slope_of` takes.
+    """Return the logits z of u, and the argument of `slope_of`. u includes the bias.
 
-    Without EXACT the slope loses digits where it is below 1e-4. That takes fewer registers, and is
-    enough where the slope goes into bfloat16.
+    Without EXACT the slope loses digits where it is below 1e-4. This takes fewer registers, and is
+    exact enough for a slope that goes into bfloat16.
 
-    A scaled z is rounded here, by adding 0. Else the compiler may fuse it with a sum that takes it:
-    z - max of a z that is not rounded is not 0 at the maximum, and where logits are so large that
-    float32 has no digits after the point, its exponential is 0 or infinite. With a soft cap kernels
-    are launched without fused multiply-adds, or exponentials/spec.py limits the cap.
+    A scaled z is rounded here, by an fma that adds 0. Otherwise the compiler may fuse u * scale
+    with the subtraction of the maximum. At the maximum, z - max of a z that is not rounded is not
+    0. Where logits are so large that float32 has no digits after the point, the exponential of this
+    difference is 0 or infinite. With a soft cap, kernels are launched without fused multiply-adds,
+    or exponentials/spec.py limits the cap.
     """
     z = u
     bend = 0.0
@@ -33,7 +34,7 @@ def transformed(u, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def slope_of(bend, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """Return the slope dz/du / scale; compute it where it is needed, to save registers."""
+    """Return the slope dz/du / scale; called where it is needed, which saves registers."""
     slope = 1.0
     if SOFTCAP > 0:
         slope = slope_of_tanh(bend) if EXACT else 1.0 - bend * bend
@@ -42,7 +43,7 @@ def slope_of(bend, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def whole_softmax_coef(softmax_coef, soft, soft_mass, lse_coef, lse):
-    """Return what p_v is multiplied by in each row, once the row's statistics are known."""
+    """Return softmax_coef of each row, with the terms that depend on the row's statistics."""
     if soft is not None:
         softmax_coef += soft * soft_mass
     if lse_coef is not None:
@@ -54,16 +55,17 @@ def whole_softmax_coef(softmax_coef, soft, soft_mass, lse_coef, lse):
 def target_nll(distance, others, total):
     """Return lse - z_t of each row; `distance` is max - z_t, and `total` the sum of exponentials.
 
-    `others` is that sum without the target's, whose 1 would take its digits if z_t is the maximum.
+    `others` is the sum without the target's exponential. If z_t is the maximum, this exponential is
+    1, and a total near 1 has lost the digits of the others.
     """
     return tl.where(distance == 0.0, log1p(others), distance + tl.log(total))
 
 
 @triton.jit
 def target_numerator(softmax_coef, target_coef, exp_target, others):
-    """Return softmax_coef p_t - target_coef of each row, times the sum of exponentials.
+    """Return (softmax_coef p_t - target_coef) times the sum of exponentials, for each row.
 
-    `others` is that sum without the target's. No two numbers near 1 are subtracted.
+    `others` is the sum without the target's exponential. No two numbers near 1 are subtracted.
     """
     return (softmax_coef - target_coef) * exp_target - target_coef * others
 
@@ -72,8 +74,8 @@ def target_numerator(softmax_coef, target_coef, exp_target, others):
 def log1p(x):
     """Return log(1 + x) for x >= 0, exact to a few units in the last place.
 
-    The quotient restores what adding 1 rounds away; it is near 1, whatever was rounded. Large and
-    infinite x lose nothing and must not be divided.
+    log(sum) is multiplied by x / (sum - 1), a quotient near 1 that makes up for the rounding of the
+    sum 1 + x. For x >= 1 this is not needed, and an infinite x must not be divided.
     """
     sum = 1.0 + x
     loses = (x < 1.0) & (sum != 1.0)

@@ -1,12 +1,13 @@
-"""Save row statistics as an operator's outputs, and read them back in backward.
+"""Save row statistics as an operator's outputs, and read them in backward.
 
-Statistics of "exponentials" and "cpu_exponentials" mean something else than those of the other
-engines, so saved ones tell which engine made them. An argument of the operator or an attribute of
-the graph would not do: a checkpoint computes anew what backward reads, and the copy of a saved
-tensor has other strides. The number of dimensions goes wherever the tensor goes.
+Backward must run the engine that made the statistics, because those of "exponentials" and
+"cpu_exponentials" have another meaning than those of the other engines. The number of dimensions of
+the first tensor tells the engine. Nothing else can. An argument of the operator or an attribute of
+the graph may be wrong, because a checkpoint computes the statistics again, perhaps with another
+engine. Strides may be lost, because a copy of a saved tensor may have others.
 
-Those of a group's call end with its number, by which the ranks' backward know that they belong
-together.
+The statistics of a group's call end with the number of the call. In backward the ranks compare
+these numbers, to be sure that they are in the same call.
 
 Shapes: N tokens, of which M are kept.
 """
@@ -37,9 +38,9 @@ def engine_of(saved: Sequence[Tensor]) -> str:
 
 
 def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
-    """Return what backward needs of all rows.
+    """Return the statistics that backward needs, for all rows.
 
-    An ignored row has an infinite maximum: whatever its logits are, their exponentials are 0.
+    An ignored row has an infinite maximum, so that its exponentials are 0, whatever its logits are.
     """
     max_N = with_engine(rows.of_all(stats.max_N, ignored=torch.inf), engine)
     kept = [max_N, rows.of_all(stats.sum_N, ignored=1)]
@@ -53,7 +54,7 @@ def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
 
 
 def saves_target_logit(options: Options) -> bool:
-    """Return True if the targets' logits are saved: one rank alone could compute them again."""
+    """Return True if the targets' logits are saved: no rank can compute all of them in backward."""
     return bool(options.group) and options.engine in EXCLUDING
 
 
@@ -70,17 +71,17 @@ def without_number(saved: Sequence[Tensor], agreement: "Agreement | None") -> Se
 
 
 def call_number(saved: Sequence[Tensor]) -> int:
-    """Return the number of the call of a group that these statistics are of."""
+    """Return the number of the group's call that saved these statistics."""
     return int(saved[-1].item())
 
 
 def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Stats:
-    """Return the statistics of kept rows."""
+    """Return the statistics of kept rows, read from what `saved_stats` returned."""
     further = {}
     if saves_target_logit(rows.plan.options):
         *saved, logit_N = saved
         further["target_logit_N"] = rows.of_kept(logit_N.flatten().contiguous())
-    # Kernels read vectors whose numbers lie side by side; hooks may bring these back otherwise.
+    # Kernels read contiguous vectors, and saved-tensor hooks may return others.
     fills = (torch.inf, 1, 0)  # the statistics of an ignored row
     max_N, sum_N, *third = (
         rows.of_kept(each.flatten().contiguous(), fill) for each, fill in zip(saved, fills)
