@@ -26,8 +26,8 @@ class LogitsEngine(LossEngine):
     def logits_into(self, buffer_CV: Tensor, chunks: list[Tensor]) -> None:
         """Write the products of a chunk; bias, scale and soft cap later turn them into logits.
 
-        Each segment of the classes has a product of its own, so that the bits of its logits do not
-        depend on the other classes.
+        Each segment of the classes has its own GEMM, so that the bits of its logits do not depend
+        on the other classes.
         """
         for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
             for part in self.parts:
@@ -48,7 +48,10 @@ class LogitsEngine(LossEngine):
     def begin_stats(
         self, z_CV: Tensor, coefs: RowCoefs, stats: SoftmaxStats, rows: slice
     ) -> Callable[[], None]:
-        """Take the statistics of this rank's classes, and begin to gather those of all ranks."""
+        """Compute the statistics of this rank's classes, and begin to gather those of all ranks.
+
+        Return a function that merges them into `stats`.
+        """
         agreement = self.plan.agreement
         assert agreement is not None
 

@@ -1,15 +1,18 @@
-"""Compute the loss of few tokens and its gradients, with a single GEMM for each.
+"""Compute the loss of few tokens and its gradients, with dW by a single GEMM over all tokens.
 
 The gradient G of all logits is kept in half precision. dW is written last. Until then its memory
-holds the float32 logits of some rows after the other, and then the float32 sums of dX. So the call
-holds G, and no more than eager torch.
+holds float32 numbers: the logits of one chunk of rows after the other, then the sums of dX. So the
+call holds little more than its results and G, and no more than eager torch.
 
-The factor that all rows share is not applied to G: it would round every target's column by the same
-error. That of dX is applied to its sums. dW's GEMM rounds as it writes. It takes the factor 1/N of
-a mean, which the host knows, and X is multiplied by what remains: by 1 if no row is ignored.
+The factor that all rows share is not applied to G, because every target's entry would be rounded
+with the same error. For dX, the factor is applied to the float32 sums. For dW, there are no such
+sums, because the GEMM rounds its result as it writes it. So the GEMM applies the factor 1/N of a
+mean, which the host knows, and X is multiplied by the rest of the factor. The rest is 1 for a mean
+in which no row is ignored, without class weights, normaliser and logit scale.
 
-The host takes as long for such a call as the device, so it is written for few launches and
-allocations: four kernels and three GEMMs, if dW's memory holds all logits.
+The host takes as long for such a call as the device. So this module makes few launches and
+allocations: four kernels and three GEMMs, if dW's memory holds all logits and dX is one GEMM, of at
+most PRODUCT_ROWS rows.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
@@ -43,9 +46,9 @@ def _apply_factor_kernel(
     x_ND_ptr, ignored_N_ptr, factor_ptr, scaled_ND_ptr, sum_ND_ptr, dx_ND_ptr, x_stride, D, share,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute scaled = factor share x, and dx = factor sum. Grid: one program per row.
+    """Write scaled = factor * share * x and dx = factor * sum. Grid: one program per row.
 
-    Rows of X that are ignored become 0, since they may be NaN.
+    Ignored rows of X become 0, since they may be NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr)
@@ -65,9 +68,9 @@ def _apply_factor_kernel(
 def loss_and_gradients(
     plan: Plan, head: Head, labels: Labels, factor: Tensor | None = None
 ) -> tuple[Tensor, Gradients]:
-    """Return the mean or sum over the rows, and its gradients.
+    """Return the mean or sum of the rows' losses, and its gradients.
 
-    With a factor, return their sum, and its gradients times the factor.
+    With a factor, return the sum of the losses, and its gradients times the factor.
     """
     (input,), (weight_VD,), dtype = head.inputs, head.weights, plan.compute_dtype
     rows, kind, device = TritonRowLoss(plan, head, labels), input.device.type, input.device

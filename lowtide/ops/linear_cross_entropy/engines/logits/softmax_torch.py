@@ -1,8 +1,9 @@
-"""Take the softmax of a tile of logits in plain torch: row statistics, then the gradient in place.
+"""Compute the row statistics of a tile of logits, then its gradient in place, in plain torch.
 
-row_math.py has the formulas, softmax_triton.py the same function in one Triton kernel.
+row_math.py has the formulas, softmax_triton.py has the same function as one Triton kernel.
 
-Shapes: C rows and B columns of one tile (B = V wherever statistics are taken); c rows at a time.
+Shapes: C rows and B columns of one tile (B = V, all classes, if statistics are computed); c of
+these rows at a time.
 """
 
 import torch
@@ -15,8 +16,8 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
     whole_softmax_coef,
 )
 
-# Rows are taken a few at a time on the CPU, so that the passes over them stay in the cache of each
-# thread.
+# Bytes of logits per thread that are taken at a time on the CPU, so that the passes over them stay
+# in the thread's cache.
 CACHE_BYTES = 1 << 20  # decision 0026
 
 
@@ -27,9 +28,10 @@ def softmax_gradient_(
     columns: TileColumns,
     *,
     take_stats: bool,
-    gradient_dtype: torch.dtype | None,  # None: statistics alone
-    keep_logits: bool = False,  # True: statistics alone, the logits are read again
+    gradient_dtype: torch.dtype | None,  # None: statistics only
+    keep_logits: bool = False,  # True, with statistics only: leave the logits as they are
 ) -> Tensor | None:  # [C, B]
+    """Turn a tile of logits into its gradient in place, and compute the row statistics if asked."""
     C, B = logits_CB.shape
     cached = CACHE_BYTES * torch.get_num_threads() // (B * logits_CB.element_size())
     step = max(1, cached if logits_CB.device.type == "cpu" else C)
@@ -45,7 +47,7 @@ def softmax_gradient_(
             torch.amax(z_cb, 1, out=stat.max_N)
             if stat.argmax_N is not None:
                 torch.argmax(z_cb, 1, out=stat.argmax_N)
-            if stat.nll_N is not None:  # z_t - max, until the sum is known
+            if stat.nll_N is not None:  # holds z_t - max until the sum is known
                 torch.sub(z_cb.gather(1, row.target_N[:, None])[:, 0], stat.max_N, out=stat.nll_N)
         shift_cb = z_cb.sub_(stat.max_N[:, None])
         soft_cb = None
@@ -73,7 +75,10 @@ def softmax_gradient_(
 def _take_sums_of_shifts(
     shift_cb: Tensor, stat: SoftmaxStats, soft_cb: Tensor | None, class_weight_B: Tensor | None
 ) -> None:
-    """Compute weighted sums of z - max; the log of the sum, not known yet, is subtracted later."""
+    """Compute weighted sums of z - max.
+
+    The log-sum-exp is not known yet; `_take_stats` turns these sums into those of lse - z.
+    """
     if stat.smooth_nll_N is not None:
         stat.smooth_nll_N.copy_(shift_cb.sum(1) if class_weight_B is None else shift_cb @ class_weight_B)
     if soft_cb is not None:
@@ -92,7 +97,7 @@ def _take_stats(exp_cb: Tensor, shift_cb: Tensor, stat: SoftmaxStats, class_weig
     if stat.soft_nll_N is not None:
         torch.sub(log_sum_c * stat.soft_mass_N, stat.soft_nll_N, out=stat.soft_nll_N)
     if stat.mean_N is not None:
-        # An excluded class (z = -inf) has probability 0 and adds 0, not 0 times infinity.
+        # A class with z = -inf has probability 0; it adds 0 to the mean, not 0 times infinity.
         shift_cb.masked_fill_(shift_cb == -torch.inf, 0)
         torch.div((exp_cb * shift_cb).sum(1), stat.sum_N, out=stat.mean_N)
 
@@ -105,6 +110,7 @@ def _exponentials_to_gradient_(
     columns: TileColumns,
     soft_cb: Tensor | None,
 ) -> Tensor:
+    """Turn the exponentials into the gradient in place, without the slope of a soft cap."""
     softmax_coef_c = whole_softmax_coef(row, stat, lambda: stat.logsumexp_N)
     grad_cb = exp_cb
     if row.entropy_coef_N is None:
@@ -120,7 +126,8 @@ def _exponentials_to_gradient_(
         )
     if row.soft_target_coef_N is not None:
         return grad_cb.addcmul_(row.soft_target_coef_N[:, None], soft_cb, value=-1)
-    # The one-hot is subtracted before any rounding: p - 1 would lose its digits where p is near 1.
+    # Subtract the target's term before the gradient is rounded: where p is near 1, a rounded p
+    # would leave p - 1 few digits.
     column_c = row.target_N - columns.first_class
     inside_c = (column_c >= 0) & (column_c < grad_cb.shape[1])
     column_c1 = torch.where(inside_c, column_c, 0)[:, None]

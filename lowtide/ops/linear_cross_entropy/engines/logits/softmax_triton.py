@@ -1,14 +1,14 @@
-"""Compute the softmax of a tile of logits, its statistics and its gradient, as one Triton kernel.
+"""Compute the row statistics of a tile of logits and its gradient in place, as one Triton kernel.
 
-row_math.py has the formulas, softmax_torch.py the same function in torch.
+row_math.py has the formulas, softmax_torch.py has the same function in torch.
 
 Each program handles one row. It reads the float32 logits once for their maximum and the sum of
 exponentials. It reads them a second time to write the gradient and to compute any other sums. The
-second read goes from the last class to the first, because what was read last is still in the L2
-cache. A half-precision gradient is written into the second half of its own row of float32 logits.
-Written backwards, it never reaches a logit that is still to be read.
+second read goes from the last class to the first, because the last logits of the first read are
+still in the L2 cache. A half-precision gradient is written into the second half of its own row of
+float32 logits. Since it is written backwards, it overwrites no logit that is still to be read.
 
-Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken).
+Shapes: C rows and B columns of one tile (B = V, all classes, if statistics are computed).
 """
 
 import torch
@@ -27,7 +27,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math_triton import (
     whole_softmax_coef,
 )
 
-# Logits per step of a program; half as many with most options, because of the registers.
+# Logits per step of a program; half as many with most options, which take more registers.
 BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
 WARPS = 16  # decision 0001
 
@@ -37,9 +37,9 @@ LOWEST = tl.constexpr(-3.0e38)
 
 @triton.jit
 def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
-    """Return z, the raw logit u it is computed from, and the slope dz/du / scale.
+    """Return the logits z, the numbers u that they are computed from, and the slope dz/du / scale.
 
-    z is -inf beyond column B.
+    u includes the bias. z is -inf beyond column B.
     """
     raw_b = tl.load(logits_ptr + columns, mask=columns < B, other=0.0)
     if bias_ptr is not None:
@@ -51,7 +51,7 @@ def load_logits(logits_ptr, bias_ptr, scale, columns, B, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def max_and_sum(logits_ptr, bias_ptr, scale, B, excluded, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Return max z and sum exp(z - max), computed online, of all columns but an excluded one.
+    """Return max z and sum exp(z - max) of all columns but an excluded one, in a single pass.
 
     Each lane keeps its own maximum and sum, and computes one exponential per logit.
     """
@@ -71,7 +71,7 @@ def max_and_sum(logits_ptr, bias_ptr, scale, B, excluded, SOFTCAP: tl.constexpr,
 
 @triton.jit
 def _load_soft(soft_ptr, class_weight_ptr, stride, keep, floor, columns, B):
-    """Return the class probabilities, smoothed, times the class weights."""
+    """Return the smoothed class probabilities, times the class weights."""
     soft_b = tl.load(soft_ptr + columns.to(tl.int64) * stride, mask=columns < B, other=0.0).to(tl.float32)
     soft_b = soft_b * keep + floor
     if class_weight_ptr is not None:
@@ -137,7 +137,7 @@ def _softmax_gradient_kernel(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
 
-    # With the target's term in the sum, a confident token would lose its digits.
+    # Take the sum without the target: a confident target would cost the other terms their digits.
     EXCLUDES: tl.constexpr = TAKE_STATISTICS and nll_C_ptr is not None
     others, exp_target = 0.0, 0.0
     if EXCLUDES:
@@ -246,7 +246,7 @@ def softmax_gradient_(
     *,
     take_stats: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics only
-    keep_logits: bool = False,  # statistics alone always keep them
+    keep_logits: bool = False,  # not needed: with statistics only, the logits are never overwritten
 ) -> Tensor | None:  # [C, B]
     """Turn a tile of logits into its gradient in place, and compute the row statistics if asked."""
     grad_CB = None if gradient_dtype is None else gradient_view(logits_CB, gradient_dtype)
@@ -263,7 +263,10 @@ def softmax_gradient_into(
     *,
     take_stats: bool,
 ) -> None:
-    """Write the gradient to grad_CB, which may be `gradient_view` of the logits."""
+    """Write the gradient to grad_CB, and compute the row statistics if asked.
+
+    grad_CB may be `gradient_view` of the logits.
+    """
     C, B = logits_CB.shape
     gradient = grad_CB is not None
     grad_CB = logits_CB if grad_CB is None else grad_CB
@@ -296,8 +299,8 @@ def softmax_gradient_into(
             SECOND_READ=gradient or any(each is not None for each in in_second_read),
             BLOCK=block,
             num_warps=WARPS if block >= 4096 else 4,
-            # Fused, the soft cap's 1 - room would be rounded once in one read of the logits and
-            # twice in the other: z - max would not be 0 at the maximum.
+            # With fused multiply-adds, the soft cap's 1 - room would be rounded once in one read of
+            # the logits and twice in the other. Then z - max would not be 0 at the maximum.
             enable_fp_fusion=transform.softcap == 0,
         )
 

@@ -1,4 +1,4 @@
-"""Say which calls the logits engine runs (in torch all of them), and what it holds.
+"""Tell which calls the logits engine runs (in torch all of them), and how many bytes it holds.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -15,18 +15,18 @@ from lowtide.ops.linear_cross_entropy.planning.memory_model import counts_with_f
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.requirements import triton_unsupported_reason
 
-# Fewest rows of float32 logits that the weight gradient's memory has to hold, or all tokens. With
-# fewer each product of logits would read the weight for few rows.
+# dW is formed by a single GEMM only if its memory holds the float32 logits of this many rows, or of
+# all tokens. With fewer rows, each GEMM of logits would read the whole weight for few rows.
 FEWEST_ROWS = 256
 
 
 def _memory_in_torch(call: Call, access: OperandAccess) -> ByteCounts:
     """Count float32 logits, and the temporaries of a softmax in torch."""
     options, call_kind, logit = call.options, call.call_kind, call.sum_size
-    # Tensors as large as the logits that the softmax holds beside them.
+    # For each of these the softmax holds two more tensors of the logits' size.
     several = (bool(options.softcap), call_kind.log_probs, call_kind.probabilities, call.needs_grad.scale)
     copies = 2 * sum(several) * call.sum_size
-    # Only the Triton kernel rounds in place: it does so before it stores a number.
+    # In torch a rounded gradient is a tensor of its own.
     if access.dtype != options.sum_dtype:
         logit += access.dtype.itemsize
     return counts_with_float32_sums(
@@ -41,8 +41,8 @@ def _memory_in_torch(call: Call, access: OperandAccess) -> ByteCounts:
 def _memory_in_triton(call: Call, access: OperandAccess) -> ByteCounts:
     """Count float32 logits, which become their gradient in place.
 
-    With a single GEMM for dW they lie in its memory, and their gradient is counted, with the rows
-    of X that are multiplied by it.
+    If dW is formed by a single GEMM, the logits lie in its memory. Then their half-precision
+    gradient is counted instead, and the scaled rows of X by which dW's GEMM multiplies it.
     """
     logits = padded_classes(call.V, call.device) * call.sum_size
     counts = counts_with_float32_sums(call, access, logits=logits, block_logit=call.sum_size)
@@ -54,12 +54,12 @@ def _memory_in_triton(call: Call, access: OperandAccess) -> ByteCounts:
 
 
 def _two_chunks(call: Call, counts: ByteCounts) -> int:
-    """Count two chunks of a sharded head."""
+    """Count two chunks, which exist at a time for a sharded head."""
     return 2 * counts.token_bytes
 
 
 def _two_chunks_and_copy(call: Call, counts: ByteCounts) -> int:
-    """Count two chunks, and a copy of the logits, which statistics in torch are taken from."""
+    """Count two chunks, and a copy of the logits, from which torch computes the statistics."""
     return 2 * counts.token_bytes + call.V * call.sum_size
 
 
@@ -69,14 +69,14 @@ def rows_in_gradient(classes: int, features: int, device: str) -> int:
 
 
 def chunks_in_gradient(tokens: int, features: int, classes: int, device: str) -> int:
-    """Return how often dW's memory is filled with the logits of some of the tokens."""
+    """Return how many times dW's memory is filled with logits, until all tokens had their turn."""
     return -(-tokens // max(1, rows_in_gradient(classes, features, device)))
 
 
 def _has_one_product(call: Call, access: OperandAccess, counts: ByteCounts) -> bool:
     """Return True if a single GEMM over all tokens may form dW, rounded as it is written.
 
-    The rows of dX in float32 lie in dW's memory, too, before.
+    Before this GEMM, dW's memory holds the float32 rows of dX, too; they fit if 2 N <= V.
     """
     head, tokens, needs_grad, call_kind = call.head, call.head.tokens, call.needs_grad, call.call_kind
     return (
@@ -94,7 +94,7 @@ def _has_one_product(call: Call, access: OperandAccess, counts: ByteCounts) -> b
 
 
 def _runs_all(call: Call, backend: str) -> None:
-    """Return no reason, whatever the call."""
+    """Return None, because the engine can run every call."""
 
 
 TORCH = EngineSpec(_runs_all, _memory_in_torch, _two_chunks_and_copy)

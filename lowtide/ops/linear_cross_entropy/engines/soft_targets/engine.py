@@ -1,11 +1,14 @@
 """Run the engine for class probabilities on a Hopper GPU; its softmax reads half the bytes.
 
-In each row G = c p - y, with p = exp(z - lse), must be formed in float32 before it is rounded. So z
-must be kept until lse is known. Instead of z in 32 bits, d = m - z is kept in 16 bits, where m is
-the largest logit of the row in one part of its classes (half a tile of the GEMM). d has steps of
-1/1024 and goes from 0 to 64. Half a step changes p by 5e-4 of itself, whatever z is, while rounding
-G to bfloat16 changes it by up to 4e-3. p becomes 0 where it is below e^-64 of p at m. This is for
-bfloat16 y only, because a y with more digits may be nearer to p than that.
+Let z be a row's logits, y its class probabilities (smoothed, times class weights), and
+p = exp(z - lse). The gradient G = c p - y, where c is the sum of y (without z-loss and upstream
+gradient), must be formed in float32 before it is rounded. So z must be kept until lse is known.
+
+Instead of z in 32 bits, the distance d = m - z is kept in 16 bits. m is the largest logit of the
+row in one part of its classes, which is half a tile of the GEMM. d has steps of 1/1024 and goes
+from 0 to 64. Half a step changes p by 5e-4 of itself, whatever z is. Rounding G to bfloat16 changes
+G by up to 4e-3 of itself. p becomes 0 where it is below e^-64 of p at m. The engine takes only
+bfloat16 y, because a y with more digits may be nearer to p than half a step.
 
 The loss is summed in float32 in the GEMM's epilogue, where z is still exact. Each part yields m,
 sum exp(-d), sum y and sum y d. From these, with M the largest m,
@@ -14,7 +17,7 @@ sum exp(-d), sum y and sum y d. From these, with M the largest m,
 
 G is written over d, which has the same width.
 
-Shapes: V classes; C tokens of a chunk.
+Shapes: V classes; C tokens of a chunk; T parts of a row.
 """
 
 from collections.abc import Sequence
@@ -74,7 +77,7 @@ class SoftTargetsEngine(LossEngine):
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_CV: Tensor | None) -> Tensor:
     """Return the partial results of each part of a row, [C, T, 4].
 
-    The distances are written to out_CV, if it is given. The kernel is Triton's or a Gluon pipeline.
+    Write the distances to out_CV, if it is given. The kernel is Triton's or a Gluon pipeline.
     """
     if not fits_pipeline(columns.soft_CB, out_CV):
         return gemm_triton.distances(terms, columns, out_CV)

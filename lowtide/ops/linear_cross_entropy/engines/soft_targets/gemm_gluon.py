@@ -1,10 +1,11 @@
 """Compute distances on a Hopper GPU: the kernel of soft_targets/gemm_triton.py as a Gluon pipeline.
 
-The pipeline shares its arithmetic with that kernel; engines/gemm/gluon.py has its general part.
+The arithmetic is that of the Triton kernel, by the same functions. engines/gemm/gluon.py has the
+general part of the pipeline.
 
 After the operands of a tile, its class probabilities take the next two stages of the ring, half the
-classes each. These are loaded while the tile is still multiplied. The distances of one tile are
-stored while those of the next are computed.
+classes each. They are loaded while the tile is still multiplied. The distances of half a tile are
+stored while those of the next half are computed.
 
 Shapes: see gemm_triton.py.
 """
@@ -44,7 +45,7 @@ def _load(
     operands, soft_CB, a_s, b_s, full, empty, C, B, D,
     PROGRAMS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Load the operands and class probabilities of all tiles, as the producer warp."""
+    """Load the operands and class probabilities of a program's tiles, as the producer warp."""
     x_CD, weight_BD, x_CR, weight_BR = operands
     tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
     step = 0
@@ -85,7 +86,7 @@ def _multiply(
     WHICH: gl.constexpr, SMOOTHED: gl.constexpr, PROGRAMS: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Multiply all tiles and run their epilogues, as consumer warpgroup WHICH of two."""
+    """Multiply a program's tiles and run their epilogues, as consumer warpgroup WHICH of two."""
     distance_CB, distance_s = out
     bias_B_ptr, scale_ptr, class_weight_B_ptr = of_classes
     tiles_c, tiles_b = gl.cdiv(C, 2 * HALF), gl.cdiv(B, WIDTH)
@@ -121,8 +122,8 @@ def _multiply(
                     columns, C, B, keep, floor, SMOOTHED, False,
                 )  # fmt: skip
             if distance_CB is not None:
-                # Store only here: earlier stores, which still read this memory, have probably ended
-                # by now.
+                # `store_tile` waits for the store before, which reads the same shared memory. By
+                # now that store has probably ended.
                 pipeline.store_tile(
                     bits_ch, distance_s.index(WHICH), distance_CB, [first_row, first]
                 )  # fmt: skip
@@ -170,7 +171,7 @@ def _distance_pipeline_kernel(
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_CV: Tensor | None) -> Tensor:
-    """Run the kernel on the operands of a chunk; engine.py has the contract."""
+    """Run the kernel on the operands of a chunk; `distances` in engine.py says what it returns."""
     (x_CD, weight_VD), (x_CR, weight_VR) = (pipeline.described(term) for term in (*terms, None)[:2])
     soft: Any = columns.soft_CB
     out = None if out_CV is None else pipeline.describe(place_of_distances(out_CV), ROWS, CLASSES)
@@ -182,7 +183,7 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_
         pipeline.describe(soft, ROWS, CLASSES), columns.class_weight_B, partials_CT4, C, V, D, T,
         *columns.smoothing, SMOOTHED=columns.smoothing != (1, 0), PROGRAMS=programs, GROUP=tiles.GROUP,
         STAGES=pipeline.STAGES, REGISTERS=pipeline.REGISTERS, num_warps=pipeline.WARPS,
-        # `transformed` rounds scaled logits; with fused multiply-adds that would spill registers.
+        # With fused multiply-adds, the rounding of scaled logits in `transformed` spills registers.
         enable_fp_fusion=columns.transform.scale is None,
     )  # fmt: skip
     return partials_CT4

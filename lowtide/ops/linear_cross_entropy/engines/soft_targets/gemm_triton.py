@@ -1,13 +1,14 @@
-"""Compute distances in Triton: a GEMM whose epilogue stores how far logits are below a row maximum.
+"""Compute distances in Triton: a GEMM whose epilogue stores how far logits are below a maximum.
 
-soft_targets/engine.py has the formulas. gemm_gluon.py has a pipeline with the same arithmetic, for
+soft_targets/engine.py has the formulas. gemm_gluon.py has the same arithmetic as a pipeline, for
 Hopper GPUs and class probabilities that a tensor map can read. softmax_triton.py computes the
 gradient from the distances.
 
+Functions with PTX = True use inline assembly, which Triton's interpreter does not support.
+
 Shapes: C tokens of a chunk, D features, R features of a second, narrow term; B classes; T parts of
 a row, which are the halves of the GEMM's tiles, with 4 numbers each: the largest z, and the sums of
-y, exp(-d) and y d; lower case = one tile, h a half of its classes. PTX: use inline assembly, which
-Triton's interpreter does not support.
+exp(-d), y and y d; lower case = one tile, h a half of its classes.
 """
 
 from collections.abc import Sequence
@@ -32,17 +33,20 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import (
 from lowtide.ops.linear_cross_entropy.engines.row_math import TileColumns
 from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed
 
-# Steps of a distance per 1. The last of 2^16 numbers stands for infinity.
+# A distance is stored as a 16-bit number of steps of 1 / STEPS. FURTHEST, the largest number,
+# stands for infinity.
 STEPS, FURTHEST = tl.constexpr(1024.0), tl.constexpr(65535)  # decision 0018
-# Adding this to a float32 rounds the float to a whole number, which is then in the lowest bits.
+# 2^23. Adding it to a smaller float32 >= 0 rounds that to a whole number, which then is in the
+# lowest bits of the sum.
 WHOLE = tl.constexpr(8388608.0)
-# A distance whose exponential is 0, and which gives 0 when multiplied by 0.
+# The distance of classes that do not exist. Its exponential is 0, and so is its product with 0,
+# unlike that of infinity.
 NOTHING = tl.constexpr(200.0)
 
 
 @triton.jit
 def inside(columns, B, CUT: tl.constexpr):
-    """Return which columns exist; without CUT a constant, so that masking costs nothing."""
+    """Return the mask of columns that exist; it is constant without CUT, and then costs nothing."""
     return columns < B if CUT else columns == columns
 
 
@@ -54,7 +58,7 @@ def load_soft(ptrs, stride, columns, mask):
 
 @triton.jit
 def smoothed(soft, class_weight_ptr, keep, floor, columns, mask, SMOOTHED: tl.constexpr):
-    """Return the class probabilities, smoothed, times the class weights."""
+    """Return the smoothed class probabilities, times the class weights."""
     soft = soft.to(tl.float32)
     if SMOOTHED:
         soft = tl.where(mask, soft * keep + floor, 0.0)
@@ -68,7 +72,7 @@ def _read(ptrs, z_ch, PTX: tl.constexpr):
     """Load elements at any addresses, in the layout of z_ch.
 
     z_ch is an argument only for its layout. Without it Triton would convert whole float32 tiles
-    between layouts, in as much shared memory as a stage takes.
+    between layouts, which takes as much shared memory as a stage.
     """
     if PTX:
         bits_ch = tl.inline_asm_elementwise(
@@ -81,11 +85,11 @@ def _read(ptrs, z_ch, PTX: tl.constexpr):
 
 @triton.jit
 def in_16_bits(distance_ch, PTX: tl.constexpr):
-    """Return the distances in 16 bits, with those beyond the largest as infinity.
+    """Return the distances as 16-bit numbers of steps; too large ones become FURTHEST.
 
-    A saturating multiplication clamps them, because its pipe has twice as many lanes as that for
-    minima. A NaN becomes some number. That is harmless, because its row's sums are NaN, and so is
-    the whole row.
+    A saturating multiplication clamps them, because the GPU has twice as many lanes for it as for a
+    minimum. A NaN becomes some number. This is harmless, because the sums of its row are NaN, and
+    with them the whole row becomes NaN.
     """
     if PTX:
         share_ch = tl.inline_asm_elementwise(
@@ -100,10 +104,10 @@ def in_16_bits(distance_ch, PTX: tl.constexpr):
 
 @triton.jit
 def _store_partials(ptrs, max_c, sum_c, soft_mass_c, soft_nll_c, mask, PTX: tl.constexpr):
-    """Store all four numbers at once.
+    """Store the four numbers of each row at once.
 
-    Triton's own store goes through shared memory. Here the four lanes that hold a row write the
-    same 16 bytes.
+    Triton's own store goes through shared memory. Here the four lanes that hold the same row all
+    write the same 16 bytes.
     """
     if PTX:
         tl.inline_asm_elementwise(
@@ -153,7 +157,7 @@ def _epilogue(
     """Run the epilogue of half a tile: store the distances and the partial sums."""
     columns = (first + tl.arange(0, z_ch.shape[1]))[None, :]
     mask = inside(columns, B, CUT)
-    # Beyond the last row or class, read the numbers of the last one, which are not used.
+    # Beyond the last row or class, read the probabilities of the last one; they are not used.
     ptrs = soft_CB_ptr + (tl.minimum(rows, C - 1).to(tl.int64) * soft_row_stride)[:, None]
     there = tl.minimum(columns, B - 1) if CUT else columns
     soft_ch = tl.where(mask, _read(ptrs + there.to(tl.int64) * soft_stride, z_ch, PTX), 0.0)
@@ -181,12 +185,12 @@ def _distances_kernel(
     """Store the partial results and the distances of each row and half tile.
 
     The partial results are float32: the largest z; the sum of exp(-d), where d = largest - z; the
-    sums of y and of y d. With STORE the distances d are stored, too, in 16 bits if their memory is
-    no wider.
+    sums of y and of y d. With STORE the distances d are stored, too, in 16 bits if their memory has
+    16-bit numbers, otherwise in float32.
 
     Grid: one program per multiprocessor, which takes tiles in turn.
 
-    One loop goes over all steps of all tiles. Triton 3.6 could make it from two loops
+    One loop goes over all steps of all tiles. Triton 3.6 could make it from two nested loops
     (flatten=True), but fails at an `if` that is more than a selection between numbers.
     """
     tiles_c, tiles_b, steps = tl.cdiv(C, BLOCK_C), tl.cdiv(B, BLOCK_B), tl.cdiv(D, BLOCK_D)
@@ -211,10 +215,10 @@ def _distances_kernel(
                 u_cb = tl.dot(x_cr, weight_br.T, u_cb)
             rows = first_row + tl.arange(0, BLOCK_C)
             partials_ptrs = partials_CT4_ptr + 4 * (rows.to(tl.int64) * T + 2 * tile_b)
-            halves_ch = halves(u_cb)  # here, so that the kernel waits for the product once
-            # The whole epilogue is there twice, in a branch, because masks would cost a selection
-            # for each element. Nothing is merged after the branch; else the layout of y would
-            # take precedence.
+            halves_ch = halves(u_cb)  # before the branch, so that the kernel waits for the product once
+            # Whole tiles have an epilogue of their own, because masks would cost a selection for
+            # each element. Each branch stores its results itself. If they were merged after the
+            # branch, Triton would give them the layout of y.
             if first + BLOCK_B > B:
                 for half in tl.static_range(2):
                     _epilogue(
@@ -233,7 +237,7 @@ def _distances_kernel(
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_CV: Tensor | None) -> Tensor:
-    """Run the kernel on the operands of a chunk; engine.py has the contract."""
+    """Run the kernel on the operands of a chunk; `distances` in engine.py says what it returns."""
     (x_CD, weight_VD), *others = (described(term) for term in terms)
     x_CR, weight_VR = others[0] if others else (None, None)
     soft: Any = columns.soft_CB
@@ -254,5 +258,5 @@ def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_
 
 
 def place_of_distances(grad_CV: Tensor) -> Tensor:
-    """Return a gradient's memory for the distances, as integers if it is half precision."""
+    """Return a gradient's memory for the distances, as 16-bit integers if it is half precision."""
     return grad_CV.view(torch.int16) if grad_CV.dtype.itemsize == 2 else grad_CV

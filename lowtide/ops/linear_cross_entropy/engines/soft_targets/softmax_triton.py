@@ -1,4 +1,6 @@
-"""Compute row statistics from gemm_triton.py's partial results, then the gradient in place.
+"""Compute row statistics from partial results, then turn distances into the gradient in place.
+
+gemm_triton.py or gemm_gluon.py has computed the partial results and the distances.
 
 Shapes: C tokens of a chunk; B classes; T parts of a row, with 4 numbers each; t parts and h classes
 of each in one block.
@@ -26,8 +28,8 @@ from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     smoothed,
 )
 
-# Classes per program, and its warps. A thread has so few classes that all its loads are in flight
-# at once, and that it needs 32 registers only, with which a multiprocessor has full occupancy.
+# Classes and warps of a program. A thread has so few classes that all its loads are in flight at
+# once. It needs only 32 registers, so that a multiprocessor has full occupancy.
 BLOCK, WARPS = 2048, 8  # decision 0042
 # ORed with a whole number below 2^23, these bits give the float32 of that number plus WHOLE.
 WHOLE_BITS = tl.constexpr(0x4B000000)
@@ -40,11 +42,11 @@ def _rows_kernel(
     soft_nll_C_ptr, T,
     GRADIENT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of each row. Grid: (C,).
+    """Combine the partial results of each row. Grid: (C,).
 
-    Each part has a factor that the gradient applies to its exponentials. The factors of a row
-    overwrite its first T numbers. There they are contiguous, so the gradient's kernel reads only a
-    quarter of the memory.
+    For the gradient each part gets a factor, by which its exponentials are multiplied. The factors
+    overwrite the first T of the row's 4 T numbers. There they are contiguous, so
+    `_gradient_kernel` reads only a quarter of the memory.
     """
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -74,7 +76,9 @@ def _rows_kernel(
         softmax_coef = whole_softmax_coef(
             0.0, tl.load(soft_target_coef_C_ptr + row), soft_mass, lse_coef, row_max + log_sum
         )
-        tl.debug_barrier()  # all warps have read the row of 4 T numbers, which are more than PARTS
+        # All warps must have read the row before it is overwritten. The row has 4 T numbers, more
+        # than PARTS, so the store needs no mask.
+        tl.debug_barrier()
         tl.store(row_ptr + part, share_t * (softmax_coef / row_sum))
 
 
@@ -91,7 +95,7 @@ def _put_gradient(
     soft_th = load_soft(soft_ptr, soft_stride, columns, mask)
     if distance_ptr.dtype.element_ty == tl.int16:
         bits_th = distance_th.to(tl.int32) & FURTHEST
-        # Avoid a conversion, which would take time of the unit that computes exponentials.
+        # Convert by bits: a conversion would take time of the unit that computes exponentials.
         steps_th = (bits_th | WHOLE_BITS).to(tl.float32, bitcast=True) - WHOLE
         exp_th = tl.where(bits_th < FURTHEST, tl.exp2(steps_th * (-LOG2_E / STEPS)), 0.0)
     else:
@@ -111,7 +115,7 @@ def _gradient_kernel(
 ):  # fmt: skip
     """Overwrite a row's distances with its gradient. Grid: (C cdiv(B, BLOCK),), row by row.
 
-    `_rows_kernel` has combined the row's partial results before, once for all programs.
+    `_rows_kernel` has combined the row's partial results before.
     """
     blocks = tl.cdiv(B, BLOCK)
     row, start = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK

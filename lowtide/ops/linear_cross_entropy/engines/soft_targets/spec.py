@@ -1,4 +1,4 @@
-"""Say which calls the soft-targets engine runs, and what it holds.
+"""Tell which calls the soft_targets engine runs, and how many bytes it holds.
 
 Shapes: V classes.
 """
@@ -12,11 +12,12 @@ from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
-    """Return why 16-bit distances are not exact enough for the call or not fast to load, or None.
+    """Return why the engine cannot run the call, or None.
 
-    Class probabilities with more digits than the operands may be nearer to p than a distance can
-    tell. The slope of a soft cap, and a sum of gradients times logits, need more digits as well.
-    Rows whose length is no multiple of 16 would be loaded element by element.
+    16-bit distances are not exact enough for some calls. Class probabilities with more digits than
+    bfloat16 may be nearer to p than half a step of a distance. The slope of a soft cap, and the
+    scale's gradient, a sum of gradients times logits, need more digits, too. Rows whose length is
+    no multiple of 16 would be loaded one number at a time.
     """
     if call.call_kind.soft_dtype not in requirements.EXPONENTIAL_DTYPES:  # decision 0018
         return "it takes class probabilities in bfloat16"
@@ -32,7 +33,7 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
 def memory(call: Call, access: OperandAccess) -> ByteCounts:
     """Count 16-bit distances, and four float32 partial sums for every 128 classes.
 
-    The interpreter's tiles are smaller.
+    2048 bytes are added per token, since tests in Triton's interpreter have smaller tiles.
     """
     logits = call.V // 8 + 2048
     if call.needs_grad.some:
