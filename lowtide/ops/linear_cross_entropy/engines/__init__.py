@@ -4,7 +4,7 @@ There are four engines. Each derives from LossEngine, and none imports another o
 engines of exponentials have a second class, for a head whose classes are on several ranks.
 
 spec.py in an engine's folder says which calls the engine runs and how many bytes it holds.
-operator/planner.py chooses the engine of a call, and operator/ops.py makes it.
+operator/planner.py chooses the engine of a call, and operator/ops.py creates it.
 
 Modules, in import order (a module imports only from those above it):
 

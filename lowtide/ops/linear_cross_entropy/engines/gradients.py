@@ -43,7 +43,7 @@ class Gradients:
 
     @property
     def outputs(self) -> list[Tensor]:
-        """Return an operator's outputs: the tensor and the remaining factor of each gradient."""
+        """Return an operator's outputs: tensor and remaining factor of each wanted gradient."""
         return outputs_of(each for each in self.all if each is not None)
 
     def finished(self, tensors: Iterable[Tensor | None], backend: str) -> list[Tensor]:
@@ -64,8 +64,8 @@ def allocate(
     """Allocate memory for the wanted gradients; each is `factor` times what the engine computes.
 
     `final`: no upstream gradient will be applied later. `empty`: nothing will be written, so the
-    memory is set to 0. `some_rows`: not every row of an input gradient will be written, so these
-    are set to 0.
+    memory is set to 0. `some_rows`: not every row of the input gradients will be written, so their
+    memory is set to 0.
     """
     needs_grad = plan.needs_grad
     unscaled = factor  # the gradient of the scale itself does not include the scale

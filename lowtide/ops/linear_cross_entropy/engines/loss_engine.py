@@ -129,7 +129,7 @@ class LossEngine(Engine):
 def make_rows(plan: "Plan", head: Head, labels: Labels) -> RowLoss:
     """Return the RowLoss of a call; import the class that needs Triton only if it is taken."""
     kind, call_kind = RowLoss, plan.call_kind
-    # Only RowLoss asks other ranks for labels, if tokens are sharded, and for class weights.
+    # Only RowLoss can ask other ranks: for labels, if tokens are sharded, and for class weights.
     asks = plan.agreement is not None and (plan.options.tokens_sharded or call_kind.class_weights)
     if plan.backend == "triton" and not asks and not call_kind.probabilities:
         from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss as kind

@@ -223,8 +223,8 @@ class RowLoss:
     def target_weight_N(self) -> Tensor:
         """Return the class weight of each row's target.
 
-        The weight is 0 for ignored rows. It is NaN for a target that is no class, which raises an
-        error on the CPU alone.
+        The weight is 0 for ignored rows. It is NaN for a target that is no class; on the CPU such a
+        target raises an error before.
         """
         if self.class_weight_V is None:
             weight_N = torch.ones(self.M, dtype=self.plan.sum_dtype, device=self.device)

@@ -211,7 +211,7 @@ class TritonRowLoss(RowLoss):
 
         `targets` is memory for target_N, ignored_N, invalid_target_N and target_weight_N; what is
         None is not written. `mean` is memory for the denominator of a mean and the gradients'
-        factor, if a single program takes all rows.
+        factor. It is given only if a single program takes all rows.
         """
         options, smoothed = self.plan.options, self.plan.options.label_smoothing > 0
         target_coef_N = self.vector()

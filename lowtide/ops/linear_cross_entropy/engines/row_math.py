@@ -8,8 +8,8 @@ soft cap c, the logits are
     z = s u,  or with a soft cap  z = c tanh(s u / c),  slope  dz/du / s = 1 / cosh^2(s u / c)
 
 Let w be the class weights, e the label smoothing, y the class probabilities, l the weight of the
-z-loss, lse the log-sum-exp of the row's logits, and upstream the row's upstream gradient. A row
-with target t contributes
+z-loss, and upstream the row's upstream gradient. max, sum and lse are the row's largest logit, its
+sum of exp(z_v - max), and its log-sum-exp. A row with target t contributes
 
     loss      = (1 - e) w_t (lse - z_t) + e/V sum_v w_v (lse - z_v) + l lse^2
     gradient  = slope_v (p_v (softmax_coef + entropy_coef (z_v - max))
@@ -21,10 +21,13 @@ with target t contributes
           softmax_coef   = target_coef + smoothing_coef sum_v w_v
                            + soft_target_coef sum_v w_v y_v + lse_coef lse
 
+A row weight multiplies the row's loss and its upstream gradient. entropy_coef comes from the
+upstream gradient of an entropy. In `RowCoefs`, softmax_coef lacks its last two terms, which depend
+on the row's statistics; `whole_softmax_coef` adds them.
+
 Class probabilities are smoothed first: (1 - e) y + e/V takes the place of y. With them the first
 two terms of the loss become sum_v y_v w_v (lse - z_v), and soft_target_coef = upstream replaces
-target_coef and smoothing_coef. entropy_coef is not 0 where an entropy has an upstream gradient. In
-`RowCoefs`, softmax_coef has only the terms that do not depend on the row's statistics.
+target_coef and smoothing_coef.
 
 The gradient above is that of u_v without the factor s. All rows share s, so it is applied to the
 gradients of input and weight instead. A row's share of the gradient of s is the sum over v of the
@@ -148,7 +151,7 @@ class ExcludedTargetStats(_Stats):
 
 
 RowStats = SoftmaxStats | ExcludedTargetStats
-"""The statistics of each row; sum_N includes the target in the first kind alone."""
+"""The statistics of each row; sum_N includes the target in SoftmaxStats alone."""
 
 
 @dataclass(frozen=True, slots=True)

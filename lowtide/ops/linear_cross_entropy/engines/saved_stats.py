@@ -7,7 +7,7 @@ the graph may be wrong, because a checkpoint computes the statistics again, perh
 engine. Strides may be lost, because a copy of a saved tensor may have others.
 
 The statistics of a group's call end with the number of the call. In backward the ranks compare
-these numbers, to be sure that they are in the same call.
+these numbers, to be sure that all of them compute gradients of the same call.
 
 Shapes: N tokens, of which M are kept.
 """

@@ -64,7 +64,7 @@ class Call(NamedTuple):
     options: Options
     call_kind: CallKind
     rank_tokens: int | None = None
-    """The number of tokens per rank for which sizes are chosen; None for that of this rank."""
+    """The number of tokens per rank for which sizes are chosen; None for this rank's own number."""
 
     @property
     def N(self) -> int:

@@ -80,8 +80,8 @@ def dense_bytes(
 def position_bytes(head: Head, needs_grad: Sequence[bool], sum_dtype: torch.dtype) -> int:
     """Return the bytes that a K-dimensional loss holds beyond those of a call of one position.
 
-    They hold the gradients of one position, which a call of one position would return. If the input
-    is in half precision, they also hold its copy in the sum's dtype.
+    They hold the gradients of one position, which a call of one position would return. If a
+    half-precision input needs a gradient, they also hold its copy in the sum's dtype.
     """
     (input,), (weight,) = head.inputs, head.weights
     shared = input.numel() * sum_dtype.itemsize * needs_grad[0]

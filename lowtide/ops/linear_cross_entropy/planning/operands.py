@@ -60,8 +60,8 @@ def unreadable(head: Head, options: Options) -> tuple[bool, ...]:
 def _dtype(head: Head, options: Options) -> torch.dtype:
     """Return the dtype of the GEMM operands.
 
-    On the CPU torch has no half-precision GEMM with a float32 result, so half precision is cast to
-    float32 there. Only cpu_exponentials/engine.py has such a GEMM.
+    On the CPU torch has no half-precision GEMM with a float32 result, so operands are cast to
+    float32 there. cpu_exponentials/engine.py has such a GEMM of its own.
     """
     own = head.device.type == "cuda" or options.engine == "cpu_exponentials"
     return options.compute_dtype if own else options.sum_dtype

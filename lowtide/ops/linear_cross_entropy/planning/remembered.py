@@ -58,7 +58,7 @@ def remembered(decide: Callable[[Call], Decision]) -> Callable[[Call], Decision]
 
 
 def forget() -> None:
-    """Clear all memories; for changes of something that decisions depend on and keys leave out."""
+    """Clear all memories, after a change of something that decides and that keys do not hold."""
     for known in _memories:
         known.clear()
 
@@ -71,8 +71,8 @@ def _likeness(call: Call) -> Hashable:
     """
     if torch.compiler.is_compiling():
         return None
-    # A tensor map needs a tensor that begins at a multiple of 8 elements. Go by the storage offset
-    # while the engine is chosen, and by the address once it is (core/strides.py).
+    # A tensor map needs a tensor that begins at a multiple of 8 elements. The choice of an engine
+    # goes by the storage offset, its later use by the address (core/strides.py).
     begins = address if call.options.engine in TILED else place
     layouts: list[Hashable] = []
     for each in call.head.tensors:

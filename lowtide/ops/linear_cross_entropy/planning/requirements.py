@@ -1,4 +1,4 @@
-"""Tell which backend a call can run on, and whether engines with tensor maps can read it.
+"""Tell which backend a call can run on, and whether engines with tensor maps can run it.
 
 spec.py in each engine's folder has the engine's own requirements; operator/planner.py chooses the
 engine.
@@ -22,6 +22,7 @@ SECOND_FEATURES = 64  # decision 0015
 
 
 def triton_unsupported_reason(call: Call, backend: str) -> str | None:
+    """Return why engines whose kernels are Triton's cannot run the call, or None."""
     if backend == "triton":
         return None
     return f"its kernels are Triton's, and this call runs in plain torch, on {call.head.device.type} tensors"

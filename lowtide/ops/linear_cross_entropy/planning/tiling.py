@@ -18,7 +18,7 @@ class Tiling:
     rows: int
     """Tokens per chunk."""
     chunk_classes: int
-    """Classes per GEMM of a chunk: V, except in the exponentials engine with "class_blocks"."""
+    """Classes that a chunk takes at a time: V, except with "class_blocks" in "exponentials"."""
     operand_classes: int
     """Classes whose weight rows are copied at a time; V if no copy is needed."""
     product_rows: int
@@ -32,4 +32,4 @@ class Tiling:
     block_classes: int = 0
     """Classes per block ("class_blocks")."""
     stored_rows: int = 0
-    """Tokens whose exponentials stay in dW's memory ("class_blocks", the exponentials engine)."""
+    """Tokens whose exponentials stay in dW's memory ("class_blocks" in "exponentials")."""

@@ -2,7 +2,7 @@
 
 The gradient G of all logits is kept in half precision. dW is written last. Until then its memory
 holds float32 numbers: the logits of one chunk of rows after the other, then the sums of dX. So the
-call holds little more than its results and G, and no more than eager torch.
+call holds little more than its results and G, and no more than eager torch holds.
 
 The factor that all rows share is not applied to G, because every target's entry would be rounded
 with the same error. For dX, the factor is applied to the float32 sums. For dW, there are no such

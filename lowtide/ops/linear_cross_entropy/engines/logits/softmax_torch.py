@@ -2,7 +2,7 @@
 
 row_math.py has the formulas, softmax_triton.py has the same function as one Triton kernel.
 
-Shapes: C rows and B columns of one tile (B = V, all classes, if statistics are computed); c of
+Shapes: C rows and B columns of one tile, whose statistics are those of the tile's classes; c of
 these rows at a time.
 """
 

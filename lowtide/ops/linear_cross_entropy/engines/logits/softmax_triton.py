@@ -8,7 +8,7 @@ second read goes from the last class to the first, because the last logits of th
 still in the L2 cache. A half-precision gradient is written into the second half of its own row of
 float32 logits. Since it is written backwards, it overwrites no logit that is still to be read.
 
-Shapes: C rows and B columns of one tile (B = V, all classes, if statistics are computed).
+Shapes: C rows and B columns of one tile, whose statistics are those of the tile's classes.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Compute row statistics from partial results, then turn distances into the gradient in place.
 
-gemm_triton.py or gemm_gluon.py has computed the partial results and the distances.
+The kernel of gemm_triton.py or gemm_gluon.py has computed the partial results and the distances.
 
 Shapes: C tokens of a chunk; B classes; T parts of a row, with 4 numbers each; t parts and h classes
 of each in one block.

@@ -1,7 +1,7 @@
 """Choose the sizes of chunks and blocks for the exponentials engine with "class_blocks".
 
-There the weight gradient dW [V, D] is formed a block of classes at a time, which takes two sweeps
-over the tokens. E are the exponentials (exponentials/engine.py has the formulas).
+With "class_blocks" the weight gradient dW [V, D] is formed a block of classes at a time, which
+takes two sweeps over the tokens. E are the exponentials (exponentials/engine.py has the formulas).
 
 The first sweep computes what belongs to tokens: row statistics and dX. For a chunk of C tokens it
 computes E [C, V] in the memory of dW, and from it the product E W that becomes dX. If that memory
@@ -10,8 +10,8 @@ over the blocks. For the last R tokens, E is computed B classes at a time, and s
 of these classes' rows of dW.
 
 The second sweep computes dW. For each block of B classes it goes through the tokens that are not
-stored, a chunk at a time. It computes G [C, B], which is E again, times a coefficient of each row,
-and adds G^T X to the block's sum. For the stored tokens G is read from memory.
+stored, a chunk at a time. It computes E again, times a coefficient of each row, as G [C, B], and
+adds G^T X to the block's sum. For the stored tokens G is read from memory.
 
 The sizes are those with the least predicted time (cost_model.py).
 
@@ -30,8 +30,8 @@ from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 MOST_ROWS = 4096  # most tokens of a chunk of the first sweep
 PRODUCT_ROWS = (512, 1024, 2048)  # values of product_rows that are tried
 MOST_CHUNKS = 8  # most chunks per block of the second sweep that are tried, unless none of these fit
-WIDTHS = 16  # about as many block widths are tried, between half of what fits and all of it
-REPEATED = 2 * cost_model.LAUNCH  # seconds of two kernels that find no marked row to compute again
+WIDTHS = 16  # about this many block widths are tried, between half of what fits and all of it
+REPEATED = 2 * cost_model.LAUNCH  # seconds of two kernels of recompute.py, if no row is marked
 
 
 class BlockSizes(NamedTuple):
@@ -97,7 +97,7 @@ def _stored(counts: ClassBlocks) -> list[int]:
 
 
 def _rows(counts: ClassBlocks, room: int) -> list[int]:
-    """Return the numbers of tokens per chunk to try: 1, what fits, whole tiles, and the most."""
+    """Return the numbers of tokens per chunk to try: 1, as many as fit, whole tiles, the most."""
     most = min(counts.N, MOST_ROWS)
     few = max(1, min(most, room // counts.of_chunk(1, counts.V, 1)))
     return [C for C in (1, few, *range(counts.step, most, counts.step), most) if counts.most_classes(C) > 0]
@@ -124,7 +124,10 @@ def _blocks(counts: ClassBlocks, room: int, stored: int) -> Iterator[tuple[int, 
 
 
 def _even(size: int, most: int, step: int) -> int:
-    """Return the size of about equal parts in whole steps: the fewest parts of at most `most`."""
+    """Return the size of a part, in whole steps, if `size` is divided into the fewest equal parts.
+
+    Without the rounding to whole steps, a part has at most `most`.
+    """
     parts = -(-size // most)
     return min(size, -(-size // parts // step) * step)
 

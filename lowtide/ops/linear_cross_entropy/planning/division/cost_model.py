@@ -12,8 +12,8 @@ that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an 
 import functools
 
 MULTIPROCESSORS = 132
-# Seconds of a wave of 128 x 256 tiles per element of the inner dimension: 0.73 PFLOP/s (decision
-# 0035).
+# Seconds that a wave of 128 x 256 tiles takes per element of the inner dimension: 0.73 PFLOP/s
+# (decision 0035).
 SECONDS = 11.9e-9
 TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
 OWN = (128, 256)  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows

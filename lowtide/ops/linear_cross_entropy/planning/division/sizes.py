@@ -1,8 +1,8 @@
 """Divide a workspace among chunks of tokens, blocks of classes and the accumulator of dW.
 
 Chunks get the memory that the fixed parts (byte_counts.py) and the accumulator
-(weight_gradient.py) leave. On the CPU a chunk has about as many rows as fit. On CUDA predicted time
-decides how many of them it has.
+(weight_gradient.py) leave. On the CPU a chunk has about as many rows as fit. On CUDA it has the
+number of rows with the least predicted time, of those that fit.
 
 Shapes: N tokens, D features, V classes.
 """
@@ -22,12 +22,12 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     fewest_rows,
 )
 
-# About as many chunk sizes are compared, in whole tiles between half of what fits and all of it.
+# About this many chunk sizes are compared, in whole tiles between half of what fits and all of it.
 CANDIDATES = 32
 
 
 def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
-    """Return the sizes of a call in a workspace of so many bytes."""
+    """Return the sizes of a call in a workspace of `workspace` bytes."""
     if workspace < counts.smallest_workspace:
         held = f"one row of {counts.V} logits, and vectors of {counts.N} tokens and {counts.V} classes"
         raise too_small(workspace, counts.smallest_workspace, held)
@@ -137,7 +137,7 @@ def even_rows(most: int, N: int, tile: int) -> int:
 def _quickest(counts: ByteCounts, most: int, fewest: int, way: WeightGradient, bits: int) -> int:
     """Return the rows per chunk with the least predicted time, in whole tiles.
 
-    They are between `fewest`, or half of `most`, and `most`.
+    They are at most `most`, and at least `fewest` or half of `most`, whichever is more.
     """
 
     def seconds(rows: int) -> float:

@@ -65,8 +65,8 @@ WEIGHT_SPEED = 4e12  # bytes of the weight per second that a GEMM with few rows 
 def few_tokens_seconds(engine: str, counts: ByteCounts, tiling: Tiling, chunks: int) -> float:
     """Return the predicted seconds of a call of few tokens, on card or host, whichever is longer.
 
-    "logits_triton" forms dW by a single GEMM. Before, it fills dW's memory with logits `chunks`
-    times.
+    "logits_triton" forms dW by a single GEMM. Before that, it fills dW's memory with logits
+    `chunks` times.
     """
     N, V, D, host = counts.N, counts.V, counts.D, HOST[engine]
     if engine == "exponentials":

@@ -47,7 +47,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) 
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
     tiling = choose_sizes(limited, counts)
-    # Class blocks take one more GEMM. On CUDA ROOM avoids it.
+    # Class blocks take one more GEMM. On CUDA, ROOM is enough to avoid it.
     one_more = counts.device == "cuda" and tiling.weight_gradient == "class_blocks"
     if _has_large_pieces(tiling, counts) and not one_more:
         return limited
