@@ -6,6 +6,7 @@ definition in chunks, with the same results. Deferred logits and lowtide's tools
 functions.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -96,6 +97,8 @@ current_level = _find("_C._functorch.maybe_current_level") or _level_unknown
 is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor") or _in_no_transform
 is_batched = _find("_C._functorch.is_batchedtensor") or _in_no_transform
 is_legacy_batched = _find("_C._functorch.is_legacy_batchedtensor") or _in_no_transform
+outside_transforms: Any = _find("_C._DisableFuncTorch") or contextlib.nullcontext
+"""A block in which new tensors belong to no transform; without it some collectives refuse them."""
 
 _sdp_order = _find("_C._get_sdp_priority_order") or (lambda: (object(),))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.core.collectives import Group
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
@@ -77,8 +78,9 @@ def exchange(group: Group, message: dict[str, Any], terms: str = "") -> list[dic
         return [message | {"terms": terms}]
     if "error" in message:
         message = {"error": message["error"][: MESSAGE_BYTES // 8]}  # JSON may take six bytes a character
-    gathered = _gathered(group, _encoded(message, terms), message.get("operator", "an error"))
-    numbers = gathered.view(torch.int64).flatten().tolist()  # as whole words, of which there are few
+    with torch_private.outside_transforms():
+        gathered = _gathered(group, _encoded(message, terms), message.get("operator", "an error"))
+        numbers = gathered.view(torch.int64).flatten().tolist()  # as whole words, of which there are few
     text = struct.pack(f"={len(numbers)}q", *numbers)
     ranks = [_decoded(text[place : place + MESSAGE_BYTES]) for place in range(0, len(text), MESSAGE_BYTES)]
     if "error" not in message:

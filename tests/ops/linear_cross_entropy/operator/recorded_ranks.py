@@ -70,7 +70,8 @@ def made(case: dict[str, Any], rank: int) -> tuple[dict[str, Tensor], dict[str, 
     trained = ("input", "linear_weight", "linear_bias", "logit_scale")
     for name, each in tensors.items():
         half = name in trained[:3]
-        tensors[name] = each.contiguous().to(dtype if half else each.dtype).requires_grad_(name in trained)
+        moved = each.contiguous().to(DEVICE, dtype if half else each.dtype)
+        tensors[name] = moved.requires_grad_(name in trained)
     return tensors, {"first_class": own.start, "num_classes": V, "group": dist.group.WORLD, **case}
 
 
@@ -110,7 +111,8 @@ def upstream_of(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[int
     by_row = options.get("log_probs") or options.get("reduction") == "none"
     torch.manual_seed(4)
     places = range(3 if options.get("log_probs") else 1)
-    return {place: torch.randn(len(tensors["input"]) if by_row else ()) for place in places}
+    size = len(tensors["input"]) if by_row else ()
+    return {place: torch.randn(size, device=DEVICE) for place in places}
 
 
 def computed(
@@ -226,5 +228,6 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
 
 
 def run(kind: str, rank: int) -> dict[str, Any]:
+    torch.set_default_device(None)  # its mode sees each call, which then is not remembered
     SCENARIOS[kind](rank)
     return {}

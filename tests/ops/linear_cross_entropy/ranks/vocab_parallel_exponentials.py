@@ -258,7 +258,7 @@ def few_tokens(engine: str) -> None:
     case.target = torch.arange(8) * 37 % V
     truth = case.truth()
     backend = "triton" if engine == "exponentials" else "auto"
-    small = 32_000 if DEVICE == "cpu" else 90_000
+    small = 32_000 if DEVICE == "cpu" else 75_000
     for first, workspaces in product((131, 200, 255, V), ((None, None), (small, small), (None, small))):
         classes = slice(first, V) if case.place.rank else slice(0, first)
         x, w = case.place.leaf(case.x), case.place.leaf(case.w, classes)
