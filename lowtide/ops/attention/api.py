@@ -265,7 +265,7 @@ def scaled_dot_product_attention(
         if (found := remembered.run(known, query, key, value, attn_mask)) is not None:
             return found[0]
     check_bias("attn_mask", attn_mask)
-    check_numbers(dropout_p, scale, None)
+    check_numbers(dropout_p, scale, None, p_name="dropout_p")
     mask, tensor = _split_bias(attn_mask)
     layout, *own = layouts.from_torch(query, key, value, tensor, enable_gqa)
     if is_causal:

@@ -51,7 +51,7 @@ def prepare(call: AttentionCall) -> AttentionCall:
     Operands without features get one feature of 0.
     """
     operands = _autocast(call.operands)
-    check_operands(operands)
+    check_operands(operands, bias_name="attn_bias" if call.options.rows_first else "attn_mask")
     if call.mask is not None:
         _check_mask(operands, call.mask)
     query, key, value = operands[:3]

@@ -119,7 +119,7 @@ def from_torch(
 def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:
     """Return the mask with the dimensions before its last three flattened to one."""
     dims = len(batches) + 3
-    mask = _padded(mask, dims, f"{dims} dimensions")
+    mask = _padded(mask, dims, f"{dims} dimensions", "attn_mask")
     own = mask.shape[:-3]
     if any(size != 1 for size in own) and own != batches:
         raise ArgumentError(
@@ -128,10 +128,10 @@ def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:
     return mask.flatten(0, -4)
 
 
-def _padded(bias: Tensor, dims: int, wanted: str) -> Tensor:
+def _padded(bias: Tensor, dims: int, wanted: str, name: str = "attn_bias") -> Tensor:
     """Return a tensor with `dims` dimensions; the added ones have size 1 and come first."""
     if bias.dim() > dims:
-        raise ArgumentError(f"attn_bias must broadcast to {wanted}, got {list(bias.shape)}")
+        raise ArgumentError(f"{name} must broadcast to {wanted}, got {list(bias.shape)}")
     return bias[(None,) * (dims - bias.dim())]
 
 

@@ -22,6 +22,8 @@ from lowtide.core.errors import ArgumentError, ArgumentTypeError
 
 # Advice on how to add several tensors up to one bias; the page that it names has an example.
 ONE_TENSOR = "a bool one as bias.masked_fill(~seen, -inf); docs/howto/bias_attention.md, With padding"
+# A side of a window that no call reaches; with it, positions are int32.
+WIDEST = 1 << 30
 TWO_BIASES = f"this mask has a bias already; add the two tensors first, {ONE_TENSOR}"
 
 
@@ -317,7 +319,7 @@ def window_band(window: tuple[int | None, int | None]) -> Band:
             raise ArgumentError(
                 f"window must be two ints of at least 0, or -1 or None for no limit: {window}"
             )
-    left, right = (None if side == -1 else side for side in window)
+    left, right = (None if side is None or side == -1 else min(side, WIDEST) for side in window)
     return Band(left, right, from_bottom_right=True)
 
 

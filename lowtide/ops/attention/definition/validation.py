@@ -91,7 +91,7 @@ def check_bias(name: str, attn_bias: object) -> None:
     )
 
 
-def check_operands(operands: Operands) -> None:
+def check_operands(operands: Operands, *, bias_name: str = "attn_bias") -> None:
     """Raise unless the dtypes, devices and shapes of operands in [B, H, M, K] fit.
 
     The messages name the sizes in words, because the caller's tensors may have another layout.
@@ -104,11 +104,11 @@ def check_operands(operands: Operands) -> None:
             raise ArgumentTypeError(
                 f"{name} must have query's dtype ({query.dtype}), got {tensor.dtype}; cast it"
             )
-    named = {"query": query, "key": key, "value": value, "attn_bias": bias}
+    named = {"query": query, "key": key, "value": value, bias_name: bias}
     check_devices({name: each for name, each in named.items() if each is not None})
     _check_shapes(query, key, value)
     if bias is not None:
-        _check_bias_tensor(bias, operands)
+        _check_bias_tensor(bias, operands, bias_name)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -130,18 +130,18 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ArgumentError(f"query's heads must be a multiple of key's, got {H} and {G}")
 
 
-def _check_bias_tensor(bias: Tensor, operands: Operands) -> None:
+def _check_bias_tensor(bias: Tensor, operands: Operands, name: str) -> None:
     """Raise unless the bias broadcasts to the scores and has a dtype that is supported."""
     if bias.dtype != torch.bool and bias.dtype not in DTYPES:
         raise ArgumentTypeError(
-            f"attn_bias must be bool (True takes part) or floating-point (added), got {bias.dtype}; "
-            "use attn_bias.bool() or attn_bias.float()"
+            f"{name} must be bool (True takes part) or floating-point (added), got {bias.dtype}; "
+            f"use {name}.bool() or {name}.float()"
         )
     B, H, _, M, N, _, _ = sizes(operands)
     # Dynamo compares symbols by `==`, but not within `in`.
     if not all(given == 1 or given == size for given, size in zip(bias.shape, (B, H, M, N))):
         raise ArgumentError(
-            f"attn_bias must broadcast to {B} batches, {H} heads, {M} queries and {N} keys, "
+            f"{name} must broadcast to {B} batches, {H} heads, {M} queries and {N} keys, "
             f"got {list(bias.shape)}"
         )
 
@@ -150,11 +150,11 @@ def check_backend(backend: object) -> None:
     check_choice("backend", backend, get_args(Backend))
 
 
-def check_numbers(p: object, scale: object, softcap: object) -> None:
+def check_numbers(p: object, scale: object, softcap: object, *, p_name: str = "p") -> None:
     """Raise unless dropout's rate, the scale and the soft cap are numbers in their ranges."""
-    _check_number("p", p)
+    _check_number(p_name, p)
     if not 0 <= p <= 1:  # type: ignore[operator]
-        raise ArgumentError(f"p must be in [0, 1], got {p}")
+        raise ArgumentError(f"{p_name} must be in [0, 1], got {p}")
     if scale is not None:
         _check_number("scale", scale)
         if not -float("inf") < scale < float("inf"):  # type: ignore[operator]

@@ -96,13 +96,14 @@ def test_errors(change, error, message):
     [
         ([(2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)], {}, "the same number of heads, .* enable_gqa=True"),
         ([(8,), (2, 8), (2, 8)], {}, r"query must have shape \[..., H, L, E\]"),
-        ([(2, 4, 5, 8)] * 3, {"attn_mask": torch.zeros(1, 1, 1, 1, 5)}, "must broadcast to 4 dim"),
+        ([(2, 4, 5, 8)] * 3, {"attn_mask": torch.zeros(1, 1, 1, 1, 5)}, "^attn_mask must broadcast to 4 dim"),
+        ([(2, 4, 5, 8)] * 3, {"attn_mask": torch.zeros(3, 5)}, "^attn_mask must broadcast to 2 batches"),
         (
             [(3, 2, 4, 5, 8)] * 3,
             {"attn_mask": torch.zeros(3, 1, 4, 5, 5)},
             "in its leading dimensions",
         ),
-        ([(2, 4, 5, 8)] * 3, {"dropout_p": -0.1}, "p must be in"),
+        ([(2, 4, 5, 8)] * 3, {"dropout_p": -0.1}, "^dropout_p must be in"),
     ],
 )
 def test_errors_of_sdpa_signature(shapes, options, message):

@@ -53,7 +53,10 @@ def test_masks_match_rules(name, M, N):
 
 
 @pytest.mark.parametrize(("M", "N"), SIZES)
-@pytest.mark.parametrize("window", [(0, 0), (2, 1), (3, -1), (None, 2), (-1, -1)])
+@pytest.mark.parametrize(
+    "window",
+    [(0, 0), (2, 1), (3, -1), (None, 2), (-1, -1), (None, 2**31 - 2), (2**31, 1), (2**40, 2**63)],
+)
 @pytest.mark.parametrize("mask", [None, masks.LowerTriangularMask()])
 def test_window_and_mask_intersect(mask, window, M, N):
     left, right = (float("inf") if side in (None, -1) else side for side in window)
