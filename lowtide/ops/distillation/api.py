@@ -1,6 +1,6 @@
-"""Provide the public functions of distillation. Their docstrings are the contract.
+"""Define the public functions of distillation. Their docstrings are the contract.
 
-`forward_kl` says what all three share.
+The docstring of `forward_kl` says what all three functions share.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from lowtide.ops.linear_cross_entropy.sharding import telling_errors
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Advice for an argument that Liger has.
+# Advice for an argument of Liger's losses that these functions do not have.
 INSTEAD_OF = dict.fromkeys(
     ("shift_labels", "labels", "true_labels", "target", "ignore_index"), "pass ignored=labels == -100"
 )
@@ -64,8 +64,9 @@ def forward_kl(
             ignored=labels == -100,
         )
 
-    With :math:`s = \log\mathrm{softmax}((W_s x_s + b_s) / T)` of the student, and t likewise of the
-    teacher, the loss of a row and its gradient with respect to the student's logits are
+    The student's logits are :math:`z = W_s x_s + b_s`, and :math:`s = \log\mathrm{softmax}(z / T)`
+    are its log-probabilities. Those of the teacher, t, are defined likewise. The loss of a row and
+    its gradient with respect to z are
 
     .. math::
         L = \sum_v e^{t_v} (t_v - s_v), \qquad
@@ -73,81 +74,85 @@ def forward_kl(
 
     The teacher is a constant: its tensors get no gradient, whether they require one or not.
     (Teachers are often run under ``no_grad`` with parameters that were never frozen. In
-    self-distillation the teacher's weight is the student's. An error in these cases would only ask
-    for a ``detach()``.)
+    self-distillation the teacher's weight is the student's. If such calls raised an error, it would
+    only ask for a ``detach()``.)
 
     `temperature` divides both heads' logits and does nothing else. To keep the size of gradients as
     T grows, multiply by T² yourself: ``T**2 * forward_kl(..., temperature=T)`` (Hinton,
     arxiv.org/abs/1503.02531).
 
-    A head excludes a class by a bias of -inf (which a soft cap would turn into -c). A class that
-    the teacher excludes adds 0 to the loss. A class that only the student excludes makes the loss
-    infinite.
+    A bias of -inf excludes a class from a head. (A soft cap c would turn this logit into -c.) A
+    class that the teacher excludes adds 0 to the loss. A class that only the student excludes makes
+    the loss infinite.
 
     Shapes:
         student_input [..., D_s], student_weight [V, D_s], student_bias [V], teacher_input
         [..., D_t], teacher_weight [V, D_t], teacher_bias [V], ignored [...]; the result is 0-d, or
-        [...] for ``reduction="none"``. Any strides; a shifted slice, ``hidden[:, :-1]``, is not
-        copied as a whole.
+        [...] for ``reduction="none"``. Any strides are accepted; a shifted slice such as
+        ``hidden[:, :-1]`` is not copied as a whole.
 
     Args:
-        student_softcap, teacher_softcap: c of a head whose logits are :math:`c \tanh(u / c)` (Gemma
-            2: 30); None for none. The temperature divides the capped logits. The student's gradient
-            includes the slope, :math:`1 - \tanh^2(u / c)`. There is no option for a head's own
-            logit scale: multiply input and bias by it.
-        ignored: bool; rows where it is True do not count, whatever their input holds, NaN included.
+        student_softcap, teacher_softcap: the soft cap c of a head whose logits are
+            :math:`c \tanh(u / c)` with :math:`u = W x + b` (Gemma 2: 30); None for none. The
+            temperature divides the capped logits. The student's gradient includes the slope of the
+            cap, :math:`1 - \tanh^2(u / c)`. There is no option for a head's own logit scale:
+            multiply input and bias by it.
+        ignored: a bool tensor. Rows where it is True do not count, even if their input holds NaN.
         temperature: T, above 0.
-        reduction: `"sum"` adds the rows up, `"mean"` divides that by the number of rows that count,
-            and `"none"` returns the rows. If no row counts, the mean is NaN and its gradients are
-            zero, as in torch's cross entropy.
+        reduction: `"sum"` adds up the losses of the rows, `"mean"` divides this sum by the number
+            of rows that count, and `"none"` returns the losses of the rows. If no row counts, the
+            mean is NaN and its gradients are zero, as in torch's cross entropy.
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is
-            the default below. An explicit workspace that has no room for the float32 sum of the
-            student weight's gradient costs two more products: the gradient is then formed class
-            block by class block. Not counted: on CUDA under autocast, one copy of each weight of
-            another dtype, like autocast's own.
+            the default below. An explicit workspace may have no room for the float32 sum of the
+            student weight's gradient. Unless a single product forms this gradient (see `Memory`),
+            it is then formed class block by class block, which takes two more products. One thing
+            is not counted: on CUDA under autocast, a weight of another dtype is cast as a whole
+            once, like autocast's own copy.
         group, first_class, num_classes, tokens_sharded: for heads whose classes are divided over
-            ranks, as in :func:`lowtide.linear_cross_entropy`; student and teacher alike. The
-            weights are DTensors with placement Shard(0), or this rank's rows with `group`. A
-            student of :func:`lowtide.shard_head` needs none of these; its teacher is one too, or a
-            plain weight of all classes, the same on each rank.
+            ranks, as in :func:`lowtide.linear_cross_entropy`. Student and teacher are divided
+            alike. The weights are DTensors with placement Shard(0), or this rank's rows with
+            `group`. A student's head of :func:`lowtide.shard_head` needs none of these arguments.
+            Its teacher's head is also one of `shard_head`, or a plain weight of all classes, the
+            same on each rank.
 
     Default workspace:
-        64 MiB. On CUDA 1 GiB, plus the float32 sum of a half-precision student weight's
-        gradient (4 V D_s bytes, from forward to backward). The default is no more than the dense
-        logits of both heads would take in the same dtype, apart from 4 MiB (16 MiB on CUDA) and
-        64 bytes (256 on CUDA) for each row, feature and class. This limit does not apply to
-        compiled graphs and derivatives of higher order.
+        64 MiB. On CUDA it is 1 GiB plus the float32 sum of a half-precision student weight's
+        gradient (4 V D_s bytes, held from forward to backward). The default is limited to what the
+        dense computation would hold in the same dtype: four tensors of the logits' size less the
+        gradients, or three where no gradient is wanted. The call may hold 4 MiB (16 MiB on CUDA)
+        beyond this limit, and 64 bytes (256 on CUDA) for each row, feature and class. The limit
+        does not apply to compiled graphs and derivatives of higher order.
 
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for
-        half precision on the CPU). They are accumulated in float32, and so are the logits, the loss
-        and the weight's gradient; float64 stays float64. The gradient of the logits is formed in
-        float32 and rounded once to the dtype of the products. Each result is rounded once. The
-        student's input gradient for mean and sum is rounded twice if the upstream gradient is no
+        half precision on the CPU). Their sums, the logits, the loss and the sum of the weight's
+        gradient are float32; float64 stays float64. The gradient of the logits is computed in
+        float32 and rounded once to the dtype of the operands. Each result is rounded once. The
+        student's input gradient for mean and sum is rounded twice if the upstream gradient is not a
         power of two.
-        Student and teacher may differ in dtype, but float64 is for both or none. The loss is
-        float32, or float64 for float64.
-        Where the student is close to its teacher, the loss is closer to the truth than that of
-        dense logits, which carries the rounding of the normalisers and is often negative. Its error
-        is a few 1e-8 for the KL divergences; Jensen-Shannon keeps its digits and its sign down to
-        0.
+        Student and teacher may differ in dtype, but if one of them is float64, both are. The loss
+        is float32, or float64 for float64.
+        If the student is close to its teacher, the loss has a smaller error than one computed from
+        dense log-probabilities. The latter has the rounding error of the normalisers and is often
+        negative. The error of a KL divergence here is a few 1e-8. Jensen-Shannon keeps its digits
+        and its sign, however close to 0 it is.
 
     Memory:
-        O(workspace): a chunk of rows at a time. On CUDA, a workspace that has room for the bfloat16
-        gradient of all of the student's logits holds it, so that the weight's gradient is one
-        product; by default only where the dense computation would hold as much. For mean and sum,
-        forward forms the gradients (four products) and holds them until backward. For none,
-        backward computes the logits again (six products). Without gradients only the loss is
-        computed (two products).
-        On CUDA, one Triton kernel takes the statistics of both heads' logits and one the gradient.
-        Without Triton, and in float64, the pass is plain torch.
+        The call holds O(workspace): it works on a chunk of rows at a time. On CUDA, with a bfloat16
+        weight and at most V / 2 rows, a single product forms the weight's gradient if the workspace
+        has room for the bfloat16 gradient of all of the student's logits. By default this is so
+        only where the dense computation would hold as much. For mean and sum, forward forms the
+        gradients (four products) and holds them until backward. For none, backward computes the
+        logits again (six products). Without gradients only the loss is computed (two products).
+        On CUDA, one Triton kernel computes the row statistics from both heads' logits, and another
+        one computes the gradient. Without Triton, and for float64, plain torch computes both.
         With ``retain_graph=True``, and under torch.compile, the gradients exist twice in backward.
         Derivatives of higher order, forward mode and vmap differentiate the definition chunk by
-        chunk: O(workspace) too, and copies of the operands in the dtype of the sums; exact, not
-        fast.
-        Of divided heads one gather of six numbers a row and chunk moves, two more for
-        Jensen-Shannon, and one sum of the student's input gradient. Two chunks of logits exist at a
-        time. There are first derivatives by backward alone.
+        chunk. They hold O(workspace) as well, and copies of the operands in the dtype of the sums.
+        They are exact, but not fast.
+        If the classes are divided over ranks, the ranks gather six numbers a row (two more for
+        Jensen-Shannon) and sum the student's input gradient, chunk by chunk. Two chunks of logits
+        exist at a time. Such heads have first derivatives by backward alone.
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, or a
@@ -196,7 +201,7 @@ def reverse_kl(
         \frac{\partial L}{\partial z_v} = \frac{e^{s_v} (s_v - t_v - L)}{T}
 
     A class that the student excludes adds 0 to the loss. A class that only the teacher excludes
-    makes the loss infinite, and its gradient NaN.
+    makes the loss infinite and the gradient NaN.
 
     Shapes, arguments, precision, memory and errors are those of :func:`forward_kl`.
 
@@ -248,13 +253,13 @@ def jensen_shannon(
             = \frac{1-\beta}{T}\, e^{s_v} \bigl(s_v - m_v - \mathrm{KL}(s \,\|\, m)\bigr).
 
     Args:
-        beta: in (0, 1), both ends excluded. 1/2 gives the Jensen-Shannon divergence, at most log 2.
-            Towards 0, L / beta tends to KL(teacher ‖ student); towards 1, L / (1 - beta) tends to
-            KL(student ‖ teacher). L itself is 0 at both ends, so they raise: call `forward_kl` or
-            `reverse_kl`. (Some trainers let 0 and 1 stand for those two, which makes the loss jump
-            there.)
+        beta: a number above 0 and below 1. With 1/2 the loss is the Jensen-Shannon divergence, at
+            most log 2. As beta tends to 0, L / beta tends to KL(teacher ‖ student). As beta tends
+            to 1, L / (1 - beta) tends to KL(student ‖ teacher). At 0 and 1 themselves L is 0, so
+            these values raise an error: call `forward_kl` or `reverse_kl`. (Some trainers let 0 and
+            1 stand for these two divergences, which makes the loss jump there.)
 
-    The loss is finite even where one head excludes a class. Shapes, other arguments, precision,
+    The loss is finite even if one head excludes a class. Shapes, other arguments, precision,
     memory and errors are those of :func:`forward_kl`.
 
     Source: GKD, arxiv.org/abs/2306.13649, where P is the teacher and Q the student.
@@ -271,7 +276,7 @@ def jensen_shannon(
 def _divergence(
     heads: Heads, options: DistillationOptions, division: Division, *, mixes: bool = False
 ) -> Tensor:
-    """Check a call and compute its divergence."""
+    """Check a call and compute its divergence; `mixes` is True for Jensen-Shannon."""
     tensors = {"linear_weight": heads.student_weight, "input": heads.student_input}
     with telling_errors(tensors, division.group):
         if mixes:

@@ -1,12 +1,12 @@
-"""Differentiate the operators; what backward needs depends on the reduction.
+"""Differentiate the operators of distillation; the way depends on the reduction.
 
-mean, sum   One number multiplies every row's gradient, so forward forms the gradients while it
-            holds each chunk of logits. Backward multiplies them by the upstream gradient: in place
-            where the graph is freed, out of place where the caller retains it.
-none        Every row has its own upstream gradient, so backward computes the logits again.
+mean, sum   The upstream gradient is one number for all rows. So forward forms the gradients while
+            it holds each chunk of logits, and backward multiplies them by the upstream gradient:
+            in place if the graph is freed, out of place if the caller retains it.
+none        Each row has its own upstream gradient, so backward computes the logits again.
 
-Derivatives of higher order, and upstream gradients that a transform batches, differentiate the
-definition.
+If the gradients are differentiated again, or if a transform batches the upstream gradient, backward
+differentiates the definition instead (higher_order.py).
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         options, needs_grad = ctx.options, ctx.needs_grad
         nothing: tuple[None, ...] = (None,) * (len(Heads._fields) - len(needs_grad))
-        waits = options.group and options.reduction == "none"  # for the backward of other ranks
+        waits = options.group and options.reduction == "none"  # all ranks run this backward together
         if grad_output is None and not waits:
             return (None, None, *(None for _ in needs_grad), *nothing)
         with telling_errors(options.group) if waits else contextlib.nullcontext():
@@ -77,7 +77,7 @@ def _gradients(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...
 
 
 def refuse_divided(options: DistillationOptions) -> None:
-    """Raise for divided heads where the definition would have to run."""
+    """Raise if the heads are divided over ranks, because the definition cannot run on them."""
     if options.group:
         raise ArgumentError(
             "heads whose classes are divided over ranks have first derivatives by backward alone: no "

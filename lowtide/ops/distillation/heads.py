@@ -1,6 +1,6 @@
-"""Define what is distilled: the tensors of both heads, and the options.
+"""Define the tensors of both heads, and the options of a call.
 
-No tensor data is looked at here.
+Nothing here reads a tensor's data.
 
 Shapes: N rows, D_s and D_t features of student and teacher, V classes.
 """
@@ -21,9 +21,9 @@ Side = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias of one head."""
 
 
-# Tensors of the size of the logits that the dense computation holds. Without gradients: the
-# log-softmax of both heads, and the divergence's elements. In backward: the log-softmax of both
-# heads, and the gradients of the student's logits and log-softmax.
+# Number of tensors of the logits' size that the dense computation holds at once. Without gradients:
+# the log-softmax of both heads, and the terms of the divergence. In backward: the log-softmax of
+# both heads, and the gradients of the student's logits and log-softmax.
 TENSORS = 3, 4
 
 
@@ -44,7 +44,7 @@ class Heads(NamedTuple):
 
     @property
     def leading(self) -> torch.Size:
-        """Return the dimensions of the rows."""
+        """Return the shape of the rows: that of the student's input without the last dimension."""
         return self.student_input.shape[:-1]
 
     @property
@@ -61,12 +61,12 @@ class Heads(NamedTuple):
 
     @property
     def student(self) -> Side:
-        """Return the tensors that may get gradients."""
+        """Return the student's tensors, which may get gradients."""
         return self.student_input, self.student_weight, self.student_bias
 
     @property
     def teacher(self) -> Side:
-        """Return the tensors that are constant."""
+        """Return the teacher's tensors, which are constants."""
         return self.teacher_input, self.teacher_weight, self.teacher_bias
 
     def detached_teacher(self) -> "Heads":
@@ -83,7 +83,7 @@ class DistillationOptions(NamedTuple):
     """Hold the arguments of a call that are not tensors, in the order of the operators' schema."""
 
     beta: float
-    """The divergence: 0 is forward KL, 1 reverse KL, Jensen-Shannon between."""
+    """The divergence: 0 for forward KL, 1 for reverse KL, a number between for Jensen-Shannon."""
     temperature: float = 1.0
     reduction: str = "mean"
     workspace: int | None = None
@@ -95,10 +95,11 @@ class DistillationOptions(NamedTuple):
     dense: int | None = None
     """Bytes that the dense computation would hold beyond inputs, loss and gradients.
 
-    They limit the default workspace. `with_graph_facts` sets them, except in a compiled graph,
-    whose plan must not depend on the number of rows, and where the ranks' numbers may differ.
+    They limit the default workspace. `with_graph_facts` sets this number, with two exceptions: the
+    plan of a compiled graph must not depend on the number of rows; and ranks of divided heads may
+    have different numbers.
     """
-    # The fields of VocabShard, but for segments.
+    # The fields of VocabShard, except segments.
     group: str = ""
     ranks: int = 1
     first_class: int = 0
@@ -116,7 +117,7 @@ class DistillationOptions(NamedTuple):
         return torch.promote_types(self.student_dtype, torch.float32)
 
     def of(self, heads: Heads, shard: VocabShard | None) -> "DistillationOptions":
-        """Return the options plus what follows from the tensors, as the operators take them."""
+        """Return the options as the operators take them, with dtypes and this rank's classes."""
         own = {} if shard is None else shard._asdict()
         own.pop("segments", None)
         return self._replace(
@@ -128,7 +129,7 @@ class DistillationOptions(NamedTuple):
         )
 
     def with_graph_facts(self, heads: Heads, needs_grad: Sequence[bool]) -> "DistillationOptions":
-        """Return the options plus what the caller decides once for forward and backward."""
+        """Return the options plus `dense`, which is decided once for forward and backward."""
         if self.group or not may_depend_on_tokens(heads.rows):
             return self
         operands = (heads.student_input, heads.student_weight)

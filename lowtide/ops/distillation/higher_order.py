@@ -1,7 +1,7 @@
 """Compute what the operator does not support: derivatives of higher order, forward mode, vmap.
 
-This differentiates the definition itself, a chunk of rows at a time (core/row_function.py): exact,
-in bounded memory, not fast.
+The definition itself is differentiated, a chunk of rows at a time (core/row_function.py). This is
+exact and takes bounded memory, but it is not fast.
 
 Shapes: N rows, V classes; C rows of a chunk.
 """
@@ -19,8 +19,9 @@ from lowtide.ops.distillation import divergences
 from lowtide.ops.distillation.heads import DistillationOptions, Heads, Side
 from lowtide.ops.linear_cross_entropy.operator import higher_order
 
-# Tensors of the size of a chunk's logits that a derivative holds at once.
+# Number of tensors of the size of a chunk's logits that a derivative holds at once.
 COPIES = 32
+# The tensors that are cut into chunks of rows.
 CUT = ("student_input", "teacher_input", "ignored")
 
 
@@ -59,9 +60,9 @@ def gradients(
 
 
 def _flat(heads: Heads, options: DistillationOptions) -> Heads:
-    """Return the heads by rows, in the dtype of the sums.
+    """Return the heads with inputs [N, D], in the sum's dtype and with zeros in ignored rows.
 
-    Operands are rounded first as they are for products.
+    Inputs and weights are first rounded to the input's dtype, or to autocast's.
     """
 
     def side(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Side:
@@ -95,7 +96,7 @@ def _losses(heads: Heads, options: DistillationOptions) -> Tensor:  # [C]
 
 
 def _reduced(loss_N: Tensor, heads: Heads, options: DistillationOptions) -> Tensor:
-    """Return the losses, reduced as the options say."""
+    """Reduce the losses of the rows as the options say."""
     if options.reduction == "none":
         return loss_N.view(heads.leading)
     if options.reduction == "sum":

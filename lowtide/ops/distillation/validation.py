@@ -23,7 +23,7 @@ OPTIONAL = ("student_bias", "teacher_bias", "ignored")
 
 
 def check_heads(heads: Heads, *, divided: bool = False) -> None:
-    """Raise unless the tensors of both heads fit; a rank of divided heads may have no class."""
+    """Raise unless the tensors of both heads fit; if `divided`, this rank may have no classes."""
     given = heads._asdict()
     named = {name: tensor for name, tensor in given.items() if name not in OPTIONAL or tensor is not None}
     check_tensors(named)
