@@ -1,13 +1,14 @@
-"""Compute the divergence of both heads, and the student's gradients, on the walk of the loss.
+"""Compute the divergence of both heads, and the student's gradients, in the loss's walk.
 
-A chunk or a block has two tiles of float32 logits, the student's and the teacher's. A pass over
-both (softmax_torch.py, softmax_triton.py) computes the rows' statistics, among them their losses.
-It writes the gradient G of the student's logits, formed in float32 and rounded once to the
-operands' dtype, over those logits. Then linear_cross_entropy/engines/engine.py forms dX = G W and
-dW = G^T X.
+linear_cross_entropy/engines/engine.py has the walk over chunks of rows and blocks of classes. A
+chunk or a block has two tiles of float32 logits, the student's and the teacher's. A pass over both
+(softmax_torch.py, softmax_triton.py) computes the row statistics, which include the losses. It also
+computes the gradient G of the student's logits in float32, rounds it once to the operands' dtype,
+and writes it over these logits. Then the walk forms dX = G W and dW = G^T X.
 
-The factor that all rows share, 1 / (temperature n), is not part of G, where it would round all
-small numbers alike.
+All rows share the factor 1 / (T n) at temperature T, where n is the number of rows that count for a
+mean, and 1 for a sum. G does not include this factor, which would make its numbers too small for
+float16. It is applied to dX and dW (lowtide/core/pending_gradient.py).
 
 Shapes: N rows, D features, V classes; C rows of a chunk, B classes of a block.
 """
@@ -37,13 +38,14 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import Weig
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import SingleProduct
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
-# Room in a float16 gradient for a reverse KL's p (s - t - L), which may exceed 1.
+# The gradient of reverse KL with respect to a logit, e^s (s - t - L), may exceed 1. The scale of
+# float16 gradients leaves room for a number this large.
 ROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BothLogits:
-    """Hold the logits of both heads in a chunk or a block. An index applies to both."""
+    """Hold the logits of both heads for a chunk or a class block; an index applies to both."""
 
     student_CB: Tensor
     teacher_CB: Tensor
@@ -59,7 +61,8 @@ class BothLogits:
 class DistillationEngine(Engine):
     """Walk over one call's chunks with the logits of student and teacher.
 
-    Gradients are those of the sum of grad_output * loss; a grad_output of None is 1 in each row.
+    The gradients are those of the sum of grad_output * loss over the rows. A grad_output of None
+    stands for 1 in each row.
     """
 
     plan: DistillationPlan
@@ -79,7 +82,7 @@ class DistillationEngine(Engine):
         if plan.agreement is not None and options.tokens_sharded and options.ranks > 1:
             order = TokenOrder(plan.agreement, heads.device)
         super().__init__(plan, operands, n if order is None else order.N, heads.classes, None)
-        self.trained_terms, self.order = 1, order  # the student's term
+        self.trained_terms, self.order = 1, order  # only the student's term gets gradients
         self.transforms = [
             LogitTransform(
                 None if bias_V is None else bias_V.to(plan.sum_dtype).contiguous(),
@@ -93,7 +96,7 @@ class DistillationEngine(Engine):
         ]
         if grad_output is None:
             self.coef_N = self.buffer(n).fill_(1)
-        else:  # the grad_output of a sum is one expanded number; kernels would read beyond it
+        else:  # a sum's grad_output is one number, expanded; kernels read contiguous vectors
             self.coef_N = grad_output.to(plan.sum_dtype).reshape(-1).contiguous()
         self.denominator, self.ignored_N = self.buffer().fill_(n), None
         if ignored_N1 is not None:
@@ -108,7 +111,7 @@ class DistillationEngine(Engine):
             self.coef_N = order.gather(self.coef_N, 0)
             self.denominator = self.buffer().fill_(order.N).sub_(self.ignored_N.sum())
         self.factor = self.buffer().fill_(1).div_(options.temperature)
-        # The part of the factor's inverse that the host knows: all of it if no row is ignored.
+        # 1 / factor as far as the host knows it: exact if no row is ignored.
         self.share = options.temperature * (self.M if options.reduction == "mean" else 1)
         if options.reduction == "mean":
             self.factor.div_(self.denominator.clamp(min=1))
@@ -125,7 +128,7 @@ class DistillationEngine(Engine):
         if self.plan.differ is not None:
             loss_N.masked_fill_(self.plan.differ, torch.nan)
         if self.options.reduction == "none":
-            if self.order is not None:  # a copy, since autograd lets nobody change a view in place
+            if self.order is not None:  # a copy, because autograd lets no caller change a view in place
                 loss = self.buffer(*leading).copy_(self.order.own(loss_N).view(leading))
             return loss, gradients
         loss = loss.sum()
@@ -133,7 +136,7 @@ class DistillationEngine(Engine):
         return loss.div_(self.denominator) if self.options.reduction == "mean" else loss, gradients
 
     def _gradients(self) -> Gradients:
-        """Allocate the wanted gradients, with the factors still to be applied."""
+        """Allocate the wanted gradients, with the factors to be applied to them."""
         x, w, b = self.heads.student
         dtypes = {self.options.student_dtype, *(each.dtype for each in (x, w, b) if each is not None)}
         if self.M > 0:
@@ -142,7 +145,7 @@ class DistillationEngine(Engine):
                 self.coef_N, self.factor = self.coef_N * scale, self.factor / scale
 
         def of(like: Tensor, *shape: int, summed: bool, zero: bool = self.M == 0) -> PendingGradient:
-            # The factor contains the scale of the logits' gradient; no further one is needed.
+            # The factor undoes the float16 scale of G, so it needs no headroom of its own.
             options = {"sum_dtype": self.plan.sum_dtype, "final": self.final, "headroom": 0}
             return allocate_one(like, shape, self.factor, summed=summed, zero=zero, **options)
 
@@ -154,7 +157,7 @@ class DistillationEngine(Engine):
             of(b, *b.shape, summed=True, zero=True) if grad_b and b is not None else None,
         )
 
-    # The walk (engines/engine.py) calls these.
+    # The walk (linear_cross_entropy/engines/engine.py) calls these methods.
 
     def walk_tokens(self, coefs: Tensor, stats: Statistics, gradients: Gradients, take_stats: bool) -> Any:
         if self.plan.agreement is None:
@@ -164,7 +167,10 @@ class DistillationEngine(Engine):
     def begin_stats(
         self, logits_CV: BothLogits, coefs: Tensor, stats: Statistics, rows: slice
     ) -> Callable[[], None]:
-        """Take the statistics of this rank's classes, and begin to gather those of all ranks."""
+        """Compute the statistics of this rank's classes, and begin to gather those of all ranks.
+
+        Return a function that waits for them and merges them into `stats`.
+        """
         agreement, beta = self.plan.agreement, self.options.beta
         assert agreement is not None
         take = functools.partial(self._pass, logits_CV, coefs, columns=self.columns(rows), part=True)
@@ -214,7 +220,7 @@ class DistillationEngine(Engine):
         product(logits_CB.heads[k], x_CD, weight_BD.t())
 
     def columns(self, rows: slice, classes: slice = slice(0, None)) -> list[LogitTransform]:
-        """Return what turns each head's products of these classes into logits."""
+        """Return each head's transform from products to logits, for these classes."""
         return [each.of(classes) for each in self.transforms]
 
     def tile_gradient_(
@@ -227,7 +233,7 @@ class DistillationEngine(Engine):
         take_stats: bool = False,
         gradient: bool = True,
     ) -> Any:
-        if self.V == 0:  # other ranks have the classes
+        if self.V == 0:  # this rank has no classes
             return torch.empty_like(logits_CB.student_CB, dtype=self.operands[0].dtype)
         return self._pass(
             logits_CB, coefs, stats, columns, take_sums=take_stats, take_means=take_stats, gradient=gradient
@@ -245,7 +251,7 @@ class DistillationEngine(Engine):
         gradient: bool = False,
         part: bool = False,
     ) -> Any:
-        """Run the plan's pass over a tile."""
+        """Run the pass of the plan's backend over a tile of both heads' logits."""
         if self.plan.backend == "triton":
             from lowtide.ops.distillation.softmax_triton import divergence_
         else:
@@ -266,9 +272,9 @@ class DistillationEngine(Engine):
 
 
 class _MaskedOperand(Operand):
-    """Read the rows of one head, with 0 in place of ignored rows.
+    """Read the input rows of one head, with zeros in place of ignored rows.
 
-    Ignored rows may be NaN, and a factor of 0 would leave NaN.
+    An ignored row may hold NaN, and a coefficient of 0 times NaN is NaN.
     """
 
     def __init__(

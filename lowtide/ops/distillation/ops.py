@@ -1,16 +1,17 @@
-"""Register the operators of distillation for graphs, their outputs' shapes and their FLOPs.
+"""Register the operators of distillation, the shapes of their outputs, and their FLOPs.
 
     distillation            computes the loss. For mean and sum it also computes the wanted
-                            gradients, each as two tensors: the sum of the products, or that sum
-                            rounded; and the factor still to be applied, empty for 1.
+                            gradients. Each gradient is two tensors: the sum of the products, or
+                            that sum rounded; and the factor still to be applied, empty for 1.
     distillation_backward   computes, for reduction "none", the wanted gradients from the upstream
                             gradient
 
-If heads are divided over ranks, the first operator returns the number of the call for "none". The
-second takes this number, so that all ranks run the backward of the same call.
+If the heads are divided over ranks and the reduction is "none", the first operator also returns the
+number of the call. The second operator takes this number, and the ranks compare it: all of them
+have to run the backward of the same call.
 
-These operators have no derivatives of their own; autograd.py has the derivatives. An operator
-chooses its chunk sizes inside, so a new number of rows does not compile a graph again.
+autograd.py defines the derivatives. An operator chooses its chunk sizes when it runs, so a new
+number of rows does not compile a graph again.
 
 Shapes: N rows, D features, V classes.
 """
@@ -88,7 +89,7 @@ def distillation_backward(grad_output: Tensor | None, number: Tensor | None, *ar
 def _planned(
     heads: Heads, needs_grad: Sequence[bool], options: DistillationOptions, operator: str, **backward: Any
 ) -> DistillationPlan:
-    """Return the plan; if the heads are divided over ranks, let the ranks agree on it first."""
+    """Return the plan of a call; the ranks of divided heads agree on the rows per chunk."""
     plan = make_plan(heads, options, needs_grad)
     if not options.group:
         return plan
@@ -109,7 +110,7 @@ def _planned(
 
 
 def _facts_of(heads: Heads, needs_grad: Sequence[bool], options: DistillationOptions) -> dict[str, Any]:
-    """Return what must be equal on all ranks, by name, for JSON."""
+    """Return, by name, the facts that must be equal on all ranks, as JSON can hold them."""
     names = ("beta", "temperature", "reduction", "student_softcap", "teacher_softcap")
     facts: dict[str, Any] = {name: getattr(options, name) for name in names}
     facts["requires_grad of student_input, student_weight, student_bias"] = [*needs_grad]
@@ -157,7 +158,7 @@ def _(grad_output: Tensor | None, number: Tensor | None, *arguments: Any) -> lis
 
 
 def _flops(arguments: Sequence[Any]) -> int:
-    """Return the FLOPs of a call; tensors come as their shapes here."""
+    """Return the FLOPs of a call, from arguments in which shapes stand for tensors."""
     heads, needs_grad, _ = _parsed(arguments)
     (*leading, D), (V, teacher_D) = heads.student_input, heads.teacher_weight
     return 2 * math.prod(leading) * V * (D * (1 + needs_grad[0] + needs_grad[1]) + teacher_D)

@@ -1,9 +1,10 @@
-"""Merge the row statistics of the parts of both heads' classes that the ranks have.
+"""Merge the row statistics of both heads that the ranks computed from their own classes.
 
-As within one part (divergences.py) the digits of a small divergence stay: differences of maxima
-enter where the heads' parts agree, never differences of sums.
+Small divergences keep their digits, as they do in the pass (divergences.py). If a part's sums of
+both heads are close, their difference is computed from the distance of their logarithms, because a
+subtraction would lose digits.
 
-Shapes: C rows of a chunk, P parts of the classes.
+Shapes: C rows of a chunk, P parts of the classes, one on each rank.
 """
 
 import torch
@@ -15,14 +16,17 @@ from lowtide.ops.distillation.softmax_torch import Statistics
 def merge_sums(out: Statistics, parts: Statistics, beta: float) -> None:
     """Write to `out` the statistics of all classes, from those of the parts, [P, C] each.
 
-    With m the largest maximum m_p of a head, r_p = exp(m_p - m) and S = sum_p r_p S_p; for KL(own ‖
-    other), whose mean M weights by own, and x_p = (log r_own - log r_other)_p,
+    Part p of the student has the maximum m_sp and the sum S_sp, and m_s is the largest m_sp. The
+    teacher has m_tp, S_tp and m_t. With r_sp = exp(m_sp - m_s), r_tp likewise,
+    x_p = log r_sp - log r_tp and d_p = log(S_sp / S_tp), the statistics of all classes are
 
-        S_s - S_t = sum_p r_t S_t (exp(x_p + d_p) - 1), where own is the student
-        M         = sum_p (r S)_own,p (M_p + x_p) / S_own
+        S_s       = sum_p r_sp S_sp, and S_t likewise
+        S_s - S_t = sum_p r_tp S_tp (exp(x_p + d_p) - 1)
+        M         = sum_p r_sp S_sp (M_p + x_p) / S_s for reverse KL
+        M         = sum_p r_tp S_tp (M_p - x_p) / S_t for forward KL
 
-    Parts have `d` in log_ratio_N and M in mean_N. The losses are those of a KL divergence; for
-    Jensen-Shannon they and the means follow from what is merged here.
+    The parts hold d_p in log_ratio_N and M_p in mean_N. Only for a KL divergence are the losses and
+    means written here final. For Jensen-Shannon the engine computes both from the merged sums.
     """
     student = _merged(parts.student_max_N, parts.student_sum_N, out.student_max_N, out.student_sum_N)
     teacher = _merged(parts.teacher_max_N, parts.teacher_sum_N, out.teacher_max_N, out.teacher_sum_N)
@@ -41,8 +45,8 @@ def merge_sums(out: Statistics, parts: Statistics, beta: float) -> None:
 
 
 def _merged(max_PC: Tensor, sum_PC: Tensor, out_max_C: Tensor, out_sum_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Write a head's maximum and sum; return each part's distance to the maximum, and its share."""
-    absent_PC = sum_PC == 0  # no classes here, or a bias of -inf excludes all of them
+    """Write a head's maximum and sum; return log r_p and r_p S_p of each part."""
+    absent_PC = sum_PC == 0  # no classes in this part, or a bias of -inf excludes all
     torch.amax(max_PC.masked_fill(absent_PC, -torch.inf), 0, out=out_max_C)
     shift_PC = (max_PC - out_max_C).masked_fill_(absent_PC, 0)
     share_PC = sum_PC * shift_PC.exp()

@@ -4,11 +4,13 @@
     per row     the logits of both heads, copies of their features, and the gradient of the
                 student's features
 
-The rest is as in linear_cross_entropy/planning/byte_counts.py. There are two ways without the
-float32 sum of a half-precision weight's gradient. Few tokens have a single product: their logits
-lie in the gradient's memory until it is written, and the gradient of the student's logits is kept
-in half precision. Where neither fits, the gradient is formed class block by class block, for two
-more products.
+All other parts are those of linear_cross_entropy/planning/byte_counts.py.
+
+There are three ways to form the gradient of a half-precision weight; the first that fits is taken.
+For few rows a single product over all rows forms it. Until then the logits of each chunk lie in the
+gradient's memory, and the gradient of the student's logits is kept for all rows in half precision.
+The second way adds up the products of the chunks in a float32 sum. The third forms the gradient
+class block by class block, which takes two more products.
 
 Shapes: N rows, D features, V classes.
 """
@@ -34,13 +36,14 @@ from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import choose_weight_gradient
 from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 
-# Bytes of logits that the pass in torch takes at a time: what fits a CPU's cache, and what fills a
-# GPU. The pass holds TEMPORARIES tensors of that size at once.
+# Bytes of a head's logits that the pass in torch takes at a time: as many as fit in a CPU's cache,
+# or as keep a GPU busy. The pass holds TEMPORARIES tensors of that size at once.
 TILE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 TEMPORARIES = 8
 
-# Fewest rows of both heads' logits that the weight gradient's memory has to hold, or all tokens. A
-# product of fewer reads the weights for less than a tile of tensor cores.
+# A single product forms the weight gradient only if the gradient's memory has room for both heads'
+# logits of this many rows, or of all rows. With fewer rows per chunk, a product would read a whole
+# weight for less than one tile of tensor cores.
 FEWEST_ROWS = 128
 
 # Rows of logits begin at multiples of this many numbers, since unaligned products are slow.
@@ -49,15 +52,15 @@ ALIGNMENT = 16  # decision 0034
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationPlan(Tiling):
-    """Hold every decision about one call; its weight gradient is a sum or of class blocks."""
+    """Hold every decision about one call; its weight gradient is never "packed"."""
 
     options: DistillationOptions
     needs_grad: Sequence[bool]
-    """Say which of the student's tensors get a gradient."""
+    """True for each of the student's tensors that gets a gradient."""
     backend: str
     """Backend of the pass: "triton" or "torch"."""
     pass_logits: int
-    """Logits that the pass in torch takes at a time."""
+    """Number of logits of each head that the pass in torch takes at a time."""
     agreement: Agreement | None = None
     """Holds what the ranks agreed on, if the heads are divided over them."""
     differ: Tensor | None = None
@@ -84,13 +87,13 @@ def make_plan(heads: Heads, options: DistillationOptions, needs_grad: Sequence[b
 
 
 def rows_for(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool], rank_tokens: int) -> int:
-    """Return the rows per chunk that this rank would take if each rank had so many."""
+    """Return the rows per chunk that this rank would take if each rank had `rank_tokens` rows."""
     workspace, counts, *_ = _memory(heads, options, needs_grad, rank_tokens)
     return choose_sizes(workspace, counts).rows
 
 
 def keeps_sum(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool]) -> bool:
-    """Return True if the weight's gradient is kept as a sum until backward."""
+    """Return True if the weight's gradient is kept in the sum's dtype until backward."""
     workspace, counts, *_ = _memory(heads, options, needs_grad)
     return choose_weight_gradient(workspace, counts) == "accumulate"
 
@@ -98,7 +101,7 @@ def keeps_sum(heads: Heads, options: DistillationOptions, needs_grad: Sequence[b
 def _memory(
     heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool], rank_tokens: int | None = None
 ) -> tuple[int, ByteCounts, str, int]:
-    """Return the workspace, the bytes that each part needs, the pass, and its logits at a time."""
+    """Return the workspace and each part in bytes, the pass's backend, and `pass_logits`."""
     device, sum_dtype = counted_as(heads.device.type), options.sum_dtype
     V = max(heads.classes, 1)  # if heads are divided, a rank may have no classes
     D, number = heads.student_input.shape[-1], sum_dtype.itemsize
@@ -114,12 +117,13 @@ def _memory(
         of_masked = input.shape[-1] * dtype.itemsize if heads.ignored is not None else 0
         features, gathered = features + of_row + of_masked, max(gathered, of_part)
     biases = sum(each is not None for each in (heads.student_bias, heads.teacher_bias))
-    temporaries = TEMPORARIES + 2 * bool(options.group)  # the logits stay as statistics are taken
+    temporaries = TEMPORARIES + 2 * bool(options.group)  # the pass copies both heads' logits there
     tile_row = temporaries * V * number if backend == "torch" else 0
     weight_sum = V * D * number if needs_grad[1] and heads.student_weight.dtype != sum_dtype else 0
-    # A block's logits must fit into half of what its sum leaves.
+    # A class block gives half of its room to its sum. The other half must hold a row of its logits,
+    # even if D is small.
     class_sum = max(D, 4) * number
-    # A CUDA allocation is a multiple of 512 bytes, and some forty vectors and numbers are small.
+    # A CUDA allocation is a multiple of 512 bytes, and about forty vectors and numbers are smaller.
     small = 32768 if device == "cuda" else 8192
     fixed = 12 * N * number + 3 * biases * V * number + tile_row + gathered + small
     counts = ByteCounts(
@@ -127,7 +131,8 @@ def _memory(
         D=D,
         V=V,
         device=device,
-        # Forward's needs cover backward's, which alone knows the gradients of reduction "none".
+        # For reduction "none" only backward wants gradients. Count what its class blocks need in
+        # forward too, so that backward does not find the workspace too small.
         fixed=fixed if weight_sum else fixed + 2 * class_sum,
         token_bytes=2 * padded(V, ALIGNMENT) * number + features + D * number,
         weight_sum=weight_sum,
@@ -158,7 +163,7 @@ def _memory(
 
 
 def _rows_in_gradient(heads: Heads) -> int:
-    """Return the rows of both heads' float32 logits that fit in a bfloat16 gradient [V, D]."""
+    """Return for how many rows both heads' float32 logits fit in a bfloat16 gradient [V, D]."""
     V, D = heads.student_weight.shape
     return V * D // 2 // (2 * padded(V, ALIGNMENT)) if V else 0
 
@@ -177,14 +182,18 @@ def _has_one_product(heads: Heads, dtype: torch.dtype, counts: ByteCounts) -> bo
 
 
 def operand_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """Return the dtype of products: torch has none on the CPU from half precision to float32."""
+    """Return the dtype of the products' operands.
+
+    On the CPU torch has no half-precision product with a float32 result, so operands are cast to
+    float32 there.
+    """
     return dtype if device == "cuda" else torch.promote_types(dtype, torch.float32)
 
 
 def _copied(weight_VD: Tensor, dtype: torch.dtype) -> int:
-    """Return the bytes of a class that are copied where dtype or strides do not suit the products.
+    """Return the bytes per class of a copy of the weight; 0 if products can read the weight itself.
 
-    On CUDA another dtype means autocast, whose copy of the whole weight is not the workspace's.
+    On CUDA another dtype means autocast: one copy of the whole weight, which no workspace includes.
     """
     copies = (weight_VD.dtype != dtype and not weight_VD.is_cuda) or not multiplies(weight_VD)
     return weight_VD.shape[1] * dtype.itemsize if copies else 0

@@ -1,9 +1,11 @@
 """Turn the arguments of a call whose classes are divided over ranks into this rank's tensors.
 
 Student and teacher are divided in the same way. linear_cross_entropy/sharding.py reads placements
-and groups, for one head at a time. With a student of `lowtide.shard_head`, ranks have tokens of
-their own. Its teacher is either of `lowtide.shard_head` too, or whole on each rank, which takes its
-own classes of it.
+and groups, for one head at a time.
+
+If the student's head is one of `lowtide.shard_head`, each rank has tokens of its own. The teacher's
+head is then one of `lowtide.shard_head` too, or each rank has the whole teacher's head and takes
+its own classes from it.
 """
 
 import contextlib
@@ -44,11 +46,11 @@ class Division(NamedTuple):
 def own_heads(
     heads: Heads, division: Division
 ) -> tuple[Heads, VocabShard | None, Callable[[Tensor, str], Tensor]]:
-    """Return this rank's heads, their place, and a function that makes a loss the caller's result.
+    """Return this rank's heads, the place of its classes, and a function from loss to result.
 
-    The function returns a DTensor if student_input is one, and takes the mean over ranks that have
-    tokens of their own. If no classes are divided, the place is None and the heads are those
-    passed.
+    That function gets the loss and the reduction. It returns a DTensor if student_input is one. If
+    the student's head is one of `lowtide.shard_head`, it averages a mean or sum over the ranks. If
+    no classes are divided, the place is None and the heads are those passed.
     """
     data_sharded = is_data_sharded(heads.student_weight)
     if data_sharded:
@@ -84,7 +86,7 @@ def own_heads(
 
 
 def _of_data_sharded(heads: Heads, division: Division) -> tuple[Heads, Division]:
-    """Return this rank's classes of a `lowtide.shard_head` student and its teacher; their place."""
+    """Return this rank's part of a `lowtide.shard_head` student and its teacher, and its place."""
     (x, weight, bias), (teacher_input, teacher_weight, teacher_bias) = heads.student, heads.teacher
     names = ("student_input", "teacher_input", "teacher_weight")
     check_tensors({name: getattr(heads, name) for name in names})
@@ -103,7 +105,7 @@ def _of_data_sharded(heads: Heads, division: Division) -> tuple[Heads, Division]
 
 
 def _own_part_of_teacher(name: str, parameter: Any, student_weight: Any, teacher_input: Tensor) -> Any:
-    """Return the part of a teacher's weight or bias for the student's classes, detached."""
+    """Return a teacher's weight or bias, detached, for this rank's classes of the student."""
     if parameter is None:
         return None
     if is_data_sharded(parameter) and parameter.device_mesh == student_weight.device_mesh:
@@ -125,7 +127,7 @@ def _own_part_of_teacher(name: str, parameter: Any, student_weight: Any, teacher
 
 
 def _check_parameter(name: str, parameter: Any) -> None:
-    """Raise for a parameter divided by FSDP2 or lowtide.shard_head, where ranks have own tokens."""
+    """Raise for a parameter that lowtide.shard_head or FSDP2 divides, or a tensor made from one."""
     check_whole(name, parameter)
     refuse_unreduced(name, parameter)
     check_gathered(name, parameter)
@@ -134,7 +136,7 @@ def _check_parameter(name: str, parameter: Any) -> None:
 
 @contextlib.contextmanager
 def _named_after(side: str) -> Iterator[None]:
-    """Let errors raised inside name the arguments of distillation."""
+    """Replace the names of the loss's arguments by distillation's in errors raised inside."""
     names = {"input": f"{side}_input", "target": "ignored"}
     names |= {f"linear_{kind}": f"{side}_{kind}" for kind in ("weight", "bias")}
     try:

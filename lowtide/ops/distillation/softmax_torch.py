@@ -3,11 +3,11 @@
 The gradient is written over the student's product. softmax_triton.py has the same function in
 Triton; divergences.py has the formulas.
 
-The logits of each head are those of LogitTransform, with a temperature T: z = (u + bias) / T, or
-c/T tanh((u + bias) / c) with a soft cap c.
+A head's logits z come from its product u = X W^T by a LogitTransform with temperature T:
+z = (u + bias) / T, or with a soft cap c z = c/T tanh((u + bias) / c).
 
-Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken); c rows
-at a time.
+Shapes: C rows and B columns of one tile, whose statistics are those of the tile's classes; c of the
+C rows are taken at a time, and b columns are all B.
 """
 
 from dataclasses import dataclass, fields
@@ -20,7 +20,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import ByRow, LogitTransf
 
 
 class HeadTile(NamedTuple):
-    """Hold a tile of one head: a product, and what turns it into logits."""
+    """Hold a tile of one head: a product, and the transform that turns it into logits."""
 
     product_CB: Tensor
     transform: LogitTransform  # with the bias of the tile's classes
@@ -28,7 +28,7 @@ class HeadTile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Statistics(ByRow):
-    """Hold the statistics of rows, in the notation of divergences.py."""
+    """Hold the row statistics, in the notation of divergences.py."""
 
     loss_N: Tensor
     student_max_N: Tensor
@@ -36,11 +36,11 @@ class Statistics(ByRow):
     teacher_max_N: Tensor
     teacher_sum_N: Tensor
     log_ratio_N: Tensor  # d
-    mean_N: Tensor  # M or K
+    mean_N: Tensor  # M of a KL divergence, K of Jensen-Shannon
 
     @classmethod
     def of(cls, loss_N: Tensor) -> "Statistics":
-        """Return memory for the statistics of rows whose losses have some already."""
+        """Return memory for the statistics, in which loss_N holds the losses."""
         return cls(loss_N, *(torch.empty_like(loss_N) for _ in fields(cls)[1:]))
 
 
@@ -59,13 +59,14 @@ def divergence_(
 ) -> Tensor | None:  # [C, B]
     """Compute the statistics, and write the gradient over the student's product.
 
-    Maxima and sums of both heads come first; the means and losses of Jensen-Shannon need those of
-    all classes. Each row's gradient is multiplied by its number of coef_C. `pass_logits` is about
-    how many logits are taken at a time. With `part` the tile has some of the
-    classes that statistics are of, and the products stay.
+    `take_sums` computes the maxima and sums of both heads and their log-ratio d. `take_means`
+    computes the means and the losses; for Jensen-Shannon it needs maxima and sums of all classes.
+    Statistics that are not computed are read. Each row's gradient is multiplied by its number of
+    coef_C. About `pass_logits` logits of each head are taken at a time. `part` says that other
+    ranks have the other classes of the rows; then the products are not overwritten.
     """
     C, B = student.product_CB.shape
-    # It lies over the products, and takes as many bytes or half of them.
+    # The gradient lies in the memory of the products. Its numbers are as wide or half as wide.
     g_CB = None if gradient_dtype is None else student.product_CB.view(gradient_dtype)[:, :B]
     step = max(1, pass_logits // B)
     for start in range(0, C, step):
@@ -76,21 +77,24 @@ def divergence_(
         if take_sums:
             for z_cb, max_c in ((s_cb, stat.student_max_N), (t_cb, stat.teacher_max_N)):
                 torch.amax(z_cb, 1, out=max_c)
-                if part:  # whose classes may all be excluded
+                if part:  # a bias of -inf may exclude all of its classes
                     max_c.clamp_(min=torch.finfo(max_c.dtype).min)
         gradient_cb = _divergence(s_cb, t_cb, stat, beta, take_sums, take_means)
         if g_CB is not None:
             if slope_cb is not None:
                 gradient_cb.mul_(slope_cb)
             torch.mul(gradient_cb, coef_C[rows, None], out=g_CB[rows])
-        del gradient_cb, slope_cb  # freed before the next is made
+        del gradient_cb, slope_cb  # free them before the next ones are made
     return g_CB
 
 
 def _logits_(
     head: HeadTile, rows: slice, sloped: bool = False, *, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Write z over u, or a copy; return it and, if `sloped`, the slope of a soft cap."""
+    """Return z and, if `sloped`, the slope of a soft cap.
+
+    z overwrites u, or with `keep` a copy of u.
+    """
     z_cb = head.product_CB[rows]
     if keep:
         z_cb = z_cb.clone()
@@ -102,10 +106,10 @@ def _logits_(
 def _divergence(
     s_cb: Tensor, t_cb: Tensor, stat: Statistics, beta: float, take_sums: bool, take_means: bool
 ) -> Tensor:
-    """Return the gradient with respect to the student's logits, after taking the statistics."""
+    """Compute the statistics, and return the gradient with respect to the student's logits."""
     student_cb, teacher_cb = s_cb - stat.student_max_N[:, None], t_cb - stat.teacher_max_N[:, None]
     ahead_cb = student_cb - teacher_cb if beta else teacher_cb - student_cb
-    # A class adds 0 if the head that weights its term excludes it; for Jensen-Shannon, if both do.
+    # A class adds 0 if the head that weights its term excludes it (for Jensen-Shannon, if both do).
     weighs_cb = (
         student_cb if beta == 1 else teacher_cb if beta == 0 else torch.maximum(student_cb, teacher_cb)
     )
@@ -115,7 +119,7 @@ def _divergence(
     if take_sums:
         torch.sum(student_cb, 1, out=stat.student_sum_N)
         torch.sum(teacher_cb, 1, out=stat.teacher_sum_N)
-        # Term by term: a difference of two sums that are close has lost its digits.
+        # Sum the differences of classes: if the two sums are close, their difference loses digits.
         excess_c = (student_cb - teacher_cb).sum(1).div_(stat.teacher_sum_N)
         log_ratio_c = (stat.student_sum_N / stat.teacher_sum_N).log_()
         torch.where(excess_c.abs() < 0.25, excess_c.log1p(), log_ratio_c, out=stat.log_ratio_N)
@@ -138,10 +142,10 @@ def _jensen_shannon(
     beta: float,
     take_means: bool,
 ) -> Tensor:
-    """Return the same for Jensen-Shannon; consumes all of its tensors."""
+    """Do the same as `_divergence` for Jensen-Shannon; the tensors passed are overwritten."""
     gap_cb = ahead_cb.neg_().add_(stat.log_ratio_N[:, None])
-    gap_cb.nan_to_num_(0)  # infinite ones become the largest number, and 0 times that is 0
-    # m is nearer to the larger of the two, and log1p of a small number gives the distance.
+    gap_cb.nan_to_num_(0)  # an infinite gap becomes the largest number, and 0 times it is 0
+    # near = max(s, t) - m, as -log1p of a number that is small where s and t are close.
     share_cb = (gap_cb >= 0).to(gap_cb.dtype).mul_(1 - 2 * beta).add_(beta)
     near_cb = gap_cb.abs().neg_().expm1_().mul_(share_cb).log1p_().neg_()
     del share_cb
@@ -150,7 +154,7 @@ def _jensen_shannon(
     if take_means:
         student_term_cb = student_cb * s_gap_cb
         torch.sum(student_term_cb, 1, out=stat.mean_N)
-        # Term by term, since the two sums cancel at first order.
+        # Add both heads' terms of a class first, since their sums cancel at first order.
         terms_cb = teacher_term_cb.mul_(beta).add_(student_term_cb, alpha=1 - beta)
         torch.sum(terms_cb, 1, out=stat.loss_N)
     return s_gap_cb.sub_(stat.mean_N[:, None]).mul_(student_cb).mul_(1 - beta)

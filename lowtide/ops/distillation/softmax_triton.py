@@ -1,13 +1,15 @@
-"""Take row statistics and the gradient from a tile of both heads' logits, in two Triton kernels.
+"""Compute row statistics and the gradient from a tile of both heads' logits, in two Triton kernels.
 
 softmax_torch.py has the same function in torch, and explains it.
 
-A program takes a row. The statistics of a KL divergence need one read of both heads' logits. Those
-of Jensen-Shannon need the normalisers, and so a second read. The gradient takes one more. A
-half-precision gradient is written into the second half of its own row of float32 products, from the
-last class to the first, so that no write reaches a number that is still to be read.
+Each program handles one row. The statistics of a KL divergence need one read of both heads' logits.
+Those of Jensen-Shannon need maxima and sums first, and so a second read. The gradient takes one
+more read. A half-precision gradient is written into the second half of its own row of float32
+products. Written from the last class to the first, it never reaches a number that is still to be
+read.
 
-Shapes: C rows and B columns of one tile (B = V, all classes, wherever statistics are taken).
+Shapes: C rows and B columns of one tile, whose statistics are those of the tile's classes. The
+statistics kernel calls these columns V.
 """
 
 import torch
@@ -20,16 +22,17 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import LOWEST, gradient_view, load_logits
 
-# Logits of each head in a tile. With a bias or a soft cap, half as many logits fit into the
+# Logits of each head per step of a program. With a bias or a soft cap, half as many fit in the
 # registers.
 BLOCK, BLOCK_WITH_OPTIONS, WARPS = 8192, 4096, 16
 
 
 @triton.jit
 def log1p(x):
-    """Return log(1 + x), near 0 by the series of 2 artanh(x / (2 + x)).
+    """Return log(1 + x).
 
-    The series is needed because 1 + x rounds away the digits of a small x.
+    Near 0 this is the series of 2 artanh(x / (2 + x)), because 1 + x would round away the digits of
+    a small x.
     """
     y = x / (2.0 + x)
     square = y * y
@@ -48,7 +51,7 @@ def expm1(x):
 
 @triton.jit
 def _weighted(weight_b, value_b):
-    """Return weight times value, where a weight of 0 times infinity is 0."""
+    """Return weight times value, or 0 if the weight is 0, even beside an infinite value."""
     return weight_b * tl.where(weight_b == 0.0, 0.0, value_b)
 
 
@@ -60,9 +63,9 @@ def _difference(a_b, b_b, excluded_b):
 
 @triton.jit
 def _online(z_b, value_b, max_b, sum_b, total_b):
-    """Update the running maximum of z, sum of exp(z) and sum of exp(z) value with another block.
+    """Return the running maximum of z, sum of exp(z) and sum of exp(z) value with one more block.
 
-    Both sums are relative to the maximum.
+    Both sums are relative to the maximum: they sum exp(z - max).
     """
     ratio_b = tl.exp(-tl.abs(z_b - max_b))
     new_b, old_b = tl.where(z_b > max_b, 1.0, ratio_b), tl.where(z_b > max_b, ratio_b, 1.0)
@@ -75,7 +78,10 @@ def _online(z_b, value_b, max_b, sum_b, total_b):
 
 @triton.jit
 def _gaps(s_b, t_b, log_ratio, beta):
-    """Return s - m and t - m, from a of divergences.py."""
+    """Return s - m and t - m; s_b and t_b are the a of both heads, and log_ratio is d.
+
+    divergences.py has the notation.
+    """
     gap_b = _difference(t_b, s_b, tl.maximum(s_b, t_b) == -float("inf")) + log_ratio
     near_b = -log1p(tl.where(gap_b >= 0.0, 1.0 - beta, beta) * expm1(-tl.abs(gap_b)))
     return near_b - tl.maximum(gap_b, 0.0), tl.minimum(gap_b, 0.0) + near_b
@@ -108,7 +114,7 @@ def _statistics_kernel(
 ):
     """Store the statistics of KL(own || other), or of Jensen-Shannon, where own is the student.
 
-    Without SUMS, the maxima, the sums and their ratio are read instead of computed, and the
+    Without SUMS, the maxima, the sums and their log-ratio are read instead of computed, and the
     statistics of Jensen-Shannon are computed from them.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -139,7 +145,7 @@ def _statistics_kernel(
     if JENSEN_SHANNON:
         mean, loss = 0.0, 0.0
         blocks = tl.cdiv(V, BLOCK)
-        for step in range(blocks):  # backwards, since the blocks read last are still in the L2 cache
+        for step in range(blocks):  # backwards: what was read last is still in the L2 cache
             columns = (blocks - 1 - step) * BLOCK + tl.arange(0, BLOCK)
             own_b, _, _ = load_logits(own_ptr, own_bias_V_ptr, scale, columns, V, OWN_CAP)
             other_b, _, _ = load_logits(other_ptr, other_bias_V_ptr, scale, columns, V, OTHER_CAP)
@@ -185,7 +191,7 @@ def _gradient_kernel(
     REVERSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store the gradient with respect to the student's product, times `coef`."""
+    """Store the gradient with respect to the student's product, times the row's coefficient."""
     row = tl.program_id(0).to(tl.int64)
     student_ptr, teacher_ptr = student_CB_ptr + row * student_stride, teacher_CB_ptr + row * teacher_stride
     student_max, student_sum = tl.load(student_max_C_ptr + row), tl.load(student_sum_C_ptr + row)
@@ -207,7 +213,7 @@ def _gradient_kernel(
             s_gap_b, _ = _gaps(s_b, t_b, log_ratio, beta)
             grad_b = (1.0 - beta) * _weighted(student_b, s_gap_b - mean)
         grad_b = grad_b * slope_b * coef
-        tl.debug_barrier()  # every thread has its logits before any writes over them
+        tl.debug_barrier()  # all threads read their logits before one overwrites them
         tl.store(
             grad_CB_ptr + row * grad_stride + columns,
             grad_b.to(grad_CB_ptr.dtype.element_ty),
@@ -228,7 +234,7 @@ def divergence_(
     pass_logits: int,
     part: bool = False,
 ) -> Tensor | None:  # [C, B]
-    """Take the statistics, and write the gradient over the student's product.
+    """Compute the statistics, and write the gradient over the student's product.
 
     softmax_torch.py describes the arguments; `pass_logits` is not used here.
     """
@@ -236,8 +242,8 @@ def divergence_(
     transforms = of_student, of_teacher = student.transform, teacher.transform
     plain = all(each.bias_V is None and not each.softcap for each in transforms)
     block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, next_power_of_2(B))
-    # With fused multiply-adds, a product minus an equal product is not 0, which matters near the
-    # teacher.
+    # With fused multiply-adds the difference of two equal products is not 0. This error would count
+    # if the student is close to its teacher.
     options = {"BLOCK": block, "num_warps": WARPS if block >= 4096 else 4, "enable_fp_fusion": False}
     scale = 1 / of_student.temperature
     if (take_sums or take_means) and C:
@@ -268,7 +274,7 @@ def divergence_(
             **options,
         )
         if part and take_sums and beta == 0:
-            stat.log_ratio_N.neg_()  # d needs the ratio of the student's sum to the teacher's
+            stat.log_ratio_N.neg_()  # d is log(S_s / S_t), and the kernel's own head is the teacher
     if gradient_dtype is None:
         return None
     grad_CB = gradient_view(student.product_CB, gradient_dtype)
