@@ -1,6 +1,7 @@
 """Compute a linear head and its cross-entropy, or log-probabilities, in bounded memory.
 
-The logits are computed chunk by chunk and reduced at once, in forward and backward.
+Forward and backward compute the logits of a chunk of rows at a time, and reduce them before the
+next chunk.
 
 Folders and modules, in import order (each imports only from those above it):
 
@@ -12,7 +13,7 @@ operator/    the operators of torch.ops.lowtide, and their derivatives
 dispatch     run a checked call as an operator, as a row function or densely
 positions    a K-dimensional loss, which has one head per position
 sharding     a head whose classes are divided over ranks: its DTensors or group, and its results
-token_count  the tokens that count on all ranks: what a mean over them divides by
+token_count  the number of tokens that count on all ranks, by which a mean over them divides
 data_sharded a head whose classes are divided over ranks that have tokens of their own
 api          the public functions
 module       LinearCrossEntropyLoss

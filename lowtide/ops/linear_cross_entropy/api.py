@@ -61,19 +61,19 @@ def linear_cross_entropy(
                  + \lambda\, \mathrm{lse}(z_i)^2,
 
     and 0 where :math:`t_i` is `ignore_index`. For class probabilities :math:`y_i` the first term is
-    :math:`(1-\epsilon) \sum_v y_{iv} w_v (\mathrm{lse}(z_i) - z_{iv})`. `"sum"` adds the rows up.
-    `"mean"` divides the sum by the total :math:`w_{t_i}` of the rows that count (for probabilities:
-    by the number of rows), as :func:`torch.nn.functional.cross_entropy` does. If all rows are
-    ignored, the mean is NaN and its gradients are zero, as in torch. With a `normalizer`, `"mean"`
-    divides the sum by that number instead. Arguments that torch's own ``linear_cross_entropy``
-    (2.13, without `options`) accepts give the same result here, also without rows, features,
-    classes or positions.
+    :math:`(1-\epsilon) \sum_v y_{iv} w_v (\mathrm{lse}(z_i) - z_{iv})`. `"sum"` adds up the
+    losses of the rows. `"mean"` divides this sum by the total :math:`w_{t_i}` of the rows that
+    count, or for probabilities by the number of rows, as
+    :func:`torch.nn.functional.cross_entropy` does. If all rows are ignored, the mean is NaN and its
+    gradients are zero, as in torch. With a `normalizer`, `"mean"` divides the sum by that number
+    instead. Arguments that torch's own ``linear_cross_entropy`` (2.13, without `options`) accepts
+    give the same result here, even if there are no rows, features, classes or positions.
 
     Shapes:
         input [..., D], linear_weight [V, D], target [...] or [..., V], linear_bias [V], weight [V],
         logit_scale [], row_weight [...]; the result is 0-d, or [...] for ``reduction="none"``. For
-        an input [D] the class may also have shape [1]. Any strides are accepted; a shifted slice
-        such as ``hidden[:, :-1]`` is not copied as a whole.
+        an input [D] the class index may also have shape [1]. Any strides are accepted; a shifted
+        slice such as ``hidden[:, :-1]`` is not copied as a whole.
         A K-dimensional loss has one head for each position over the same rows, as in torch's
         function of this name: input [N, D], linear_weight [V, d1, ..., dK, D], linear_bias
         [V, d1, ..., dK], target [N, d1, ..., dK] or [N, V, d1, ..., dK], row_weight and result
@@ -83,12 +83,12 @@ def linear_cross_entropy(
     Args:
         target: class indices, int64, int32 or uint8, or class probabilities in any floating-point
             dtype. An index outside [0, V) that is not `ignore_index` raises an IndexError on the
-            CPU. On CUDA, where a check would wait for the device, such an index makes the loss,
-            and the gradients that the loss reaches, NaN. Probabilities need not add up to 1; for
-            their gradient see `Memory`.
+            CPU. On CUDA, where a check would wait for the device, such an index makes the row's
+            loss NaN, and with it the result and the gradients that depend on this loss.
+            Probabilities need not add up to 1; for their gradient see `Memory`.
         linear_bias: in the input's dtype, or in float32 beside half precision.
-        weight: class weights of any floating-point dtype; beside probabilities also of integers.
-            They take no gradient beside class indices, as in torch.
+        weight: class weights in any floating-point dtype; with probabilities, also integers. With
+            class indices they take no gradient, as in torch.
         ignore_index: rows with this target do not count; None means -100. It cannot be given with
             probabilities.
         label_smoothing: :math:`\epsilon`, in [0, 1]; a value below 0, or NaN, means 0, as in torch.
@@ -96,69 +96,72 @@ def linear_cross_entropy(
         logit_scale: s; a 0-d tensor may require a gradient. It is applied before the soft cap: to
             divide capped logits by a temperature T, pass ``logit_scale=1 / T, softcap=c / T``.
         z_loss: :math:`\lambda`; 1e-4 in PaLM (arxiv.org/abs/2204.02311).
-        row_weight: multiplies each :math:`\ell_i`, z-loss and label smoothing included: weights of
-            tokens or of samples, of any floating-point dtype and sign, used in the dtype of the
-            sums. 0 takes a row out of the sum. The weight of an ignored row is not used, even if it
-            is NaN. Row weights take no gradient, and do not change what `"mean"` divides by; for a
-            weighted mean, pass the sum of the weights that count as `normalizer`. (torch has no
-            such option.)
+        row_weight: weights of tokens or samples, in any floating-point dtype and of any sign. Each
+            multiplies its :math:`\ell_i`, z-loss and label smoothing included, in the dtype of the
+            sums. A weight of 0 takes a row out of the sum. The weight of an ignored row is not
+            used, even if it is NaN. Row weights take no gradient, and do not change what `"mean"`
+            divides by; for a weighted mean, pass the sum of the weights that count as `normalizer`.
+            (torch has no such option.)
         normalizer: the number that `"mean"` divides the sum by in place of its own count: a number
             above 0, or a 0-d tensor on the input's device or the CPU. Pass the number of tokens of
             an accumulated batch (Trainer's `num_items_in_batch`), or, where gradients are averaged
             over ranks, :func:`lowtide.tokens_per_rank`. If all rows are ignored, the loss and the
             gradients are 0. A tensor of 0 says that no token counts at all: then the loss is NaN,
             and the gradients are 0. A tensor below 0, infinite or NaN is an error on the CPU. On
-            CUDA, and in a graph, such a tensor divides the sum as it is: a check would wait for the
-            device. The ranks of a divided head do compare their tensors. A normalizer takes no
-            gradient, and is an error with `"sum"` and `"none"`. (torch has no such option.)
+            CUDA, and in a graph, such a tensor divides the sum without an error: a check would wait
+            for the device. The ranks of a divided head do compare their tensors. A normalizer takes
+            no gradient, and is an error with `"sum"` and `"none"`. (torch has no such option.)
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is
             64 MiB. On CUDA it is 1 GiB plus the float32 sum of a half-precision weight's
             gradient (4 V D bytes). A small call gets no more than eager torch would hold
             (see `Default`). A smaller workspace costs time; it costs exactness only where sums have
-            20 bits (see `Precision`). Two things are not counted: on CUDA under autocast, a weight
-            of another dtype is cast as a whole once, like autocast's own copy, and cuBLAS has its
-            own workspace.
+            20 bits (see `Precision`). Two things are not counted. On CUDA under autocast, a weight
+            of another dtype is cast as a whole once, like autocast's own copy. And cuBLAS has a
+            workspace of its own.
         backend: `"auto"` runs `"triton"` for CUDA tensors up to float32 where Triton is installed,
             else `"torch"`. `"reference"` is the plain definition, which holds all logits whatever
             the workspace.
         group: a torch.distributed.ProcessGroup over whose ranks the classes are divided;
             linear_weight, linear_bias and weight are then this rank's rows, and probabilities its
-            columns. Pass None where linear_weight is a DTensor, whose placements say the same, or
-            where one process has all classes.
+            columns. Pass None if linear_weight is a DTensor, whose placements say the same, or if
+            one process has all classes.
         first_class, num_classes: the class of this rank's first row, and V. By default all ranks
             have as many rows as this one, in order. Rows from `num_classes` on are padding.
         tokens_sharded: True if each rank of the group passes tokens of its own, whose losses count
             together; False if all ranks pass the same tokens.
-        segments: merge the statistics of so many segments of the classes in order, which makes the
-            bits of the result independent of the number of ranks; see `Sharded heads`.
+        segments: divide the classes into this many segments, and merge their statistics in order.
+            Then the bits of the result do not depend on the number of ranks; see
+            docs/howto/divided_head.md.
 
     Sharded heads:
         The classes may be divided over ranks (tensor parallelism): linear_weight is a DTensor with
         placement ``Shard(0)`` over one dimension of its mesh, or this rank's rows, with a `group`.
         All options are exact. The loss is the same on all ranks, the input's gradient arrives
-        summed over the ranks, and the weight's gradient stays on its rank. Ranks gather three
-        numbers a row, and sum the input's gradient, chunk by chunk; no rank holds logits of all
-        classes. In each call the hosts check that the calls of all ranks fit together. They wait
-        for each other, and on CUDA none waits for its card. Such a head has first derivatives by
-        backward alone. docs/howto/divided_head.md has the rest.
+        summed over the ranks, and the weight's gradient stays on its rank. Chunk by chunk, the
+        ranks gather three numbers a row (more with some options) and sum the input's gradient. No
+        rank holds logits of all classes. In each call the hosts check that the calls of all ranks
+        fit together. The hosts wait for each other, and on CUDA none waits for its card. Such a
+        head has first derivatives by backward alone. docs/howto/divided_head.md has the rest.
 
     Precision:
         Products take operands in the input's dtype (autocast's under autocast). Their sums, the
-        logits, the statistics and the weight gradient are float32; float64 stays float64.
-        On Hopper the weight gradient is summed in 24 bits where a pipelined kernel forms that sum,
-        or where four bytes a weight leave too little room for the rows of a chunk. It is summed in
-        20 bits where one byte a weight leaves too little room as well. Each chunk rounds the sum so
-        far by at most 2^-16 (2^-12 for 20 bits) of its value. On Hopper the gradient of a float32
-        weight whose products are bfloat16, which autocast itself rounds to bfloat16, may also be in
-        24 bits between chunks.
+        logits, the statistics and the sum of the weight's gradient are float32; float64 stays
+        float64.
+        On Hopper the sum of the weight's gradient has 24 bits where a pipelined kernel forms it, or
+        where a float32 sum (four bytes a weight) leaves too little room for the rows of a chunk. It
+        has 20 bits where a sum of 24 bits (one byte a weight beside the gradient) leaves too little
+        room as well. Each chunk rounds the sum so far by at most 2^-16 (2^-12 for 20 bits) of its
+        value. On Hopper the gradient of a float32 weight whose products take bfloat16 operands may
+        also have 24 bits between chunks; autocast itself rounds this gradient to bfloat16.
         Each gradient is rounded once; for mean and sum, twice if the upstream gradient is not a
         power of two. The loss is float32 for half-precision input: a bfloat16 loss has three
-        digits. Beside bfloat16 probabilities, on Hopper, the softmax in a logit's gradient has a
+        digits. With bfloat16 probabilities on Hopper, the softmax in a logit's gradient has a
         relative error of 5e-4 before it is rounded to bfloat16. The loss is float64 if the
         probabilities, or the class weights beside them, are float64.
         On the CPU half-precision operands are converted to float32 for the products. The exception
-        is bfloat16 tensors of 2^20 weights and more, if the CPU has units for bfloat16 and there is
-        a C++ compiler, without soft cap, label smoothing, probabilities or a learned scale.
+        is a call with bfloat16 tensors and 2^20 weights or more, if the CPU has units for bfloat16
+        and there is a C++ compiler. Such a call has no soft cap, label smoothing, probabilities or
+        learned scale.
 
     Memory:
         The call holds O(workspace), never N V: it works on a chunk of tokens at a time. For mean
@@ -166,8 +169,9 @@ def linear_cross_entropy(
         none, backward recomputes the logits (four products).
         A half-precision weight's gradient is summed in float32. A part of this sum lies in the
         gradient's own memory (on Hopper in 24 or 20 bits, on the CPU in float32) where that is
-        quicker, or where the workspace has no room for the whole sum. Where even that leaves room
-        for too few rows, the gradient is formed class block by class block, for one more product.
+        quicker, or where the workspace has no room for the whole sum. If even such a sum leaves
+        room for too few rows, the gradient is formed class block by class block, which takes one
+        more product.
         The workspace does not count the memory in which products pack their operands. Such memory
         is PyTorch's own, and, on a CPU with units for bfloat16, also lowtide's: up to 0.5 MiB and
         128 bytes a row of a chunk for each thread, and up to 1 MiB or 128 bytes a row that the
@@ -175,11 +179,11 @@ def linear_cross_entropy(
         Derivatives of higher order, forward mode, vmap, and gradients of probabilities or class
         weights differentiate the definition itself, chunk by chunk. They hold O(workspace) as well,
         and copies of the operands in the dtype of the sums. They are exact, but not fast.
-        A K-dimensional loss computes one position after the other, each with this workspace,
-        beside up to three float32 tensors of the input's size and one position's part of the
-        weight's gradient (for float16 all of it is held in float32). With ``reduction="none"`` each
-        position takes four products, and the weight's gradient is held once more as it is put
-        together.
+        A K-dimensional loss computes one position after the other, each with this workspace. It
+        also holds up to three float32 tensors of the input's size, and one position's part of the
+        weight's gradient (for float16 all of this gradient is held in float32). With
+        ``reduction="none"`` each position takes four products, and the weight's gradient exists
+        twice while it is put together.
         Backward runs on the engine that forward took. If hooks bring a saved tensor back in a
         layout that this engine cannot read, or compiled code gets a tensor that begins at another
         address, a copy of that tensor is held beside the workspace as long as the operator runs.
@@ -188,25 +192,26 @@ def linear_cross_entropy(
         Without a `workspace`, the peak of forward and backward is no higher than that of eager
         torch's ``cross_entropy(linear(input, linear_weight), target)`` in the same dtype, whose
         logits and loss are half precision for half-precision operands. Beyond inputs and gradients
-        that is 3 s N V bytes less the gradients, or o N V if that is more; 2 s N V where no
-        gradient is wanted. Here o is the bytes of one operand's number, and s the bytes of a logit
-        in the loss: o again, or 4 under autocast. Options make eager torch hold more; that is not
-        counted.
-        A call may hold these beyond that peak: 4 MiB (16 MiB on CUDA) and 64 bytes (256 on CUDA)
-        for each of N + D + V, so that a small call is not made of single rows and classes; on CUDA
-        under autocast up to o N V, where N is below D; and, as with any workspace, packed operands,
-        the float32 sums and copies of further linear terms, and what a K-dimensional loss holds
-        (see `Memory`). Where the gradients are large beside the logits (N below about D), that
-        leaves less than the whole default, and a call may take four products instead of three: pass
-        a workspace for speed.
-        None means the whole default, whatever N is, in compiled and exported graphs, which serve
-        every N, and for derivatives of higher order, forward mode, vmap, and gradients of
-        probabilities or class weights.
+        that peak is 3 s N V bytes less the gradients, or o N V if this is more. Where no gradient
+        is wanted, it is 2 s N V. Here o is the bytes of a number of the operands, and s the bytes
+        of a logit in the loss: the same as o, or 4 under autocast. With options eager torch holds
+        more, which is not counted here.
+        A call may hold the following beyond that peak. 4 MiB (16 MiB on CUDA) and 64 bytes (256 on
+        CUDA) for each of N + D + V keep a small call from being made of single rows and classes. On
+        CUDA under autocast it may hold up to o N V, where N is below D. As with any workspace,
+        packed operands come on top, the float32 sums and copies of further linear terms, and what a
+        K-dimensional loss holds (see `Memory`).
+        Where the gradients are large beside the logits (N below about D), this limit is below the
+        whole default, and a call may take four products instead of three: pass a workspace for
+        speed.
+        In compiled and exported graphs, which serve every N, None means the whole default. It does
+        so too for derivatives of higher order, forward mode, vmap, and gradients of probabilities
+        or class weights.
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss. Whether
     it reaches gradients depends on the path: the CPU leaves the row out, and so do large calls on
     Hopper (docs/reference/loss.md); a path that multiplies the row by 0 keeps the NaN. An upstream
-    gradient that is not finite makes an ignored row's gradient NaN for mean and sum. Where all
+    gradient that is not finite makes an ignored row's gradient NaN for mean and sum. If all
     targets have class weight 0, smoothing makes the mean infinite; in torch it is NaN. The mean
     over one ignored row without a batch is NaN here; in torch it is 0 on CUDA and NaN everywhere
     else.
@@ -217,9 +222,8 @@ def linear_cross_entropy(
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, for sparse,
             nested, mkldnn and quantized tensors, for ``full_tensor()`` of a parameter that FSDP2
-            shards, or for a workspace below one row and the vectors
-            of N and V numbers that go with it. Each is also a RuntimeError, which is what torch
-            raises.
+            shards, or for a workspace that cannot hold one row of logits and the vectors of N and V
+            numbers. Each is also a RuntimeError, which is what torch raises.
         IndexError: see `target`. (Under vmap such a target gives NaN.)
 
     Transforms: torch.compile(fullgraph=True), torch.export, CUDA graphs, torch.func, vmap, forward
@@ -340,8 +344,8 @@ def linear_log_probs(
             logsumexp are 0, without gradient, and its argmax is -1. For entropy, logsumexp and
             argmax of every row, give every row a class.
         logit_scale: 1 / temperature; a float, or a 0-d tensor that may require a gradient.
-        All other arguments, also for a head whose classes are divided over ranks, are those of
-        :func:`linear_cross_entropy`.
+        All other arguments are those of :func:`linear_cross_entropy`, also for a head whose classes
+        are divided over ranks.
 
     Dtypes: the results are float32 (float64 for float64 input), argmax is int64. Entropy is in
     nats.

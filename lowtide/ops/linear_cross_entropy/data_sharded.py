@@ -1,11 +1,13 @@
 """Let the public functions take a head whose classes are divided over the data-parallel ranks.
 
-`lowtide.shard_head` makes such a head: a DTensor with placement Shard(0), as FSDP2 has it, that is
-never gathered. The call becomes one of the vocab-parallel operator whose tokens are sharded, too:
-they are gathered chunk by chunk, and their gradients reduce-scattered.
+`lowtide.shard_head` makes such a head, which is called data-sharded here. Its parameters are
+DTensors with placement Shard(0), as FSDP2 has them, but they are never gathered. The call becomes a
+call for a sharded head with `tokens_sharded`: the operator gathers the hidden states of all ranks
+chunk by chunk, and reduce-scatters their gradients.
 
-Gradients are averaged as FSDP2 averages them. A parameter's is that of the mean of the ranks'
-losses; hidden states have that of their own rank's loss, and what is behind them is averaged later.
+Gradients are averaged as FSDP2 averages them. The head's parameters get the gradient of the mean of
+the ranks' losses. Hidden states get the gradient of their own rank's loss; FSDP2 averages the
+gradients of the model's other parameters over the ranks later.
 
 Shapes: V classes, of which V_r are this rank's; N tokens of this rank; P ranks.
 """
@@ -36,7 +38,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def mark(placed: Any) -> None:
-    """Say that the ranks of a sharded parameter's mesh, or of a mesh, have tokens of their own."""
+    """Mark a sharded parameter or a mesh as one whose ranks have tokens of their own."""
     setattr(placed, MARK, True)
 
 
@@ -54,7 +56,8 @@ def marked_as(tensor: Tensor, copy: Tensor) -> Tensor:
 def by_class(name: str, parameter: Any, logits_shape: tuple[int, ...]) -> Tensor:
     """Return a linear layer's parameter [V d1 ... dK, ...] as [V, d1, ..., dK, ...].
 
-    A divided one stays divided, and marked. Raise unless each rank has whole classes.
+    A divided parameter stays divided, and keeps its mark. Raise unless all ranks have equally many
+    whole classes.
     """
     V, *positions = logits_shape
     if is_dtensor(parameter):
@@ -90,7 +93,7 @@ def gathered(tensor: Any) -> Tensor:
 
 
 def mean_of_losses(loss: Tensor, mesh: Any) -> Tensor:
-    """Return the mean over the ranks of a loss of each; backward gives this rank's the gradient."""
+    """Return the mean of the ranks' losses; backward passes its gradient on to this rank's loss."""
     mean: Tensor = _MeanOfOwnLosses.apply(loss, mesh.get_group())
     return mean
 
@@ -110,8 +113,8 @@ def takes_data_sharded_head(function: Function) -> Function:
 
 def check_mark(input: Any, linear_weight: Any) -> None:
     """Raise for a copy of a data-sharded weight, whose ranks would seem to have the same tokens."""
-    # A parameter is that of another head on this mesh. A DTensor says by its placements what the
-    # ranks have; a graph cannot look at a mesh's attributes.
+    # Three cases pass. The placements of a DTensor as input say which tokens each rank has. A
+    # parameter belongs to another head on this mesh. A graph cannot read a mesh's attributes.
     if not is_dtensor(linear_weight) or is_dtensor(input):
         return
     if is_parameter(linear_weight) or torch.compiler.is_compiling():
@@ -127,7 +130,10 @@ def check_mark(input: Any, linear_weight: Any) -> None:
 def _averaged(
     function: Callable[..., Any], input: Tensor, linear_weight: Any, target: Tensor, options: dict[str, Any]
 ) -> Any:
-    """Return the mean of the ranks' losses; or each row's results, which are this rank's own."""
+    """Call the function for this rank's classes; return the mean of the ranks' losses.
+
+    If the function returns results of each row, return those of this rank's tokens.
+    """
     group = linear_weight.device_mesh.get_group()
     bias, weight, scale = (options.get(name) for name in ("linear_bias", "weight", "logit_scale"))
     with telling_errors({"input": input, "linear_weight": linear_weight}, group):
@@ -164,15 +170,20 @@ def place_of(parameter: Any, num_classes: int | None) -> dict[str, Any]:
 
 
 def own_part(parameter: Any, dtype: torch.dtype) -> Tensor:
-    """Return this rank's classes in a dtype, as FSDP2's policy casts what it gathers.
+    """Return this rank's classes of a parameter, cast to a dtype.
 
-    Their gradient is averaged over the ranks.
+    FSDP2's policy casts the parameters that it gathers likewise. The gradient is averaged over the
+    ranks.
     """
     return _scale_gradient(parameter.to_local().to(dtype), parameter.device_mesh.size())
 
 
 def mean_over_ranks(result: Tensor, group: Any, *, of_all_tokens: bool) -> Tensor:
-    """Return the mean of the ranks' losses, from a mean of all ranks' tokens, or from their sum."""
+    """Return the mean of the ranks' losses.
+
+    `result` is the loss of the tokens of all ranks. If it is a mean (`of_all_tokens`), it is also
+    the mean of the ranks' losses. If it is a sum, it is divided by the number of ranks.
+    """
     mean: Tensor = _MeanOfLosses.apply(result if of_all_tokens else result / group.size(), group)
     return mean
 
@@ -212,7 +223,7 @@ def _scale_gradient(tensor: Tensor, ranks: int) -> Tensor:
 
 
 class _AveragedGradient(torch.autograd.Function):
-    """Divide a gradient that is summed over the ranks by their number."""
+    """Divide a gradient, which is a sum over the ranks, by the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
@@ -225,7 +236,7 @@ class _AveragedGradient(torch.autograd.Function):
 
 
 class _MeanOfOwnLosses(torch.autograd.Function):
-    """Average losses whose gradients are averaged later, as FSDP2 averages the ranks' own."""
+    """Average the ranks' losses; backward passes the gradient on, because it is averaged later."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, group: Any) -> Tensor:
@@ -238,12 +249,16 @@ class _MeanOfOwnLosses(torch.autograd.Function):
         return gradient, None
 
 
-# For each group, the number of its next loss. Ranks make the same calls, so it is the same on all.
+# The number of each group's next loss. All ranks make the same calls, so they count alike.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class _MeanOfLosses(torch.autograd.Function):
-    """Return the mean of the ranks' losses; backward gives it the gradient of their sum."""
+    """Return the mean of the ranks' losses; backward multiplies its gradient by their number.
+
+    So hidden states get the gradient of their own rank's loss. For the head's parameters
+    `_AveragedGradient` divides by the number again.
+    """
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, group: Any) -> Tensor:
@@ -253,6 +268,9 @@ class _MeanOfLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Check that the ranks are in backward of one loss, scaled alike, as they share dW."""
+        """Multiply the gradient, if all ranks have the same one for the same loss.
+
+        Each rank computes its classes of dW from the tokens of all ranks, so they must scale alike.
+        """
         gradient = agree_on_gradient(ctx.group.group_name, ctx.number, gradient)
         return gradient * ctx.group.size(), None

@@ -1,6 +1,6 @@
-"""Run checked arguments in one of three ways: as an operator, as a row function, or densely.
+"""Check a call and run it in one of three ways: as an operator, as a row function, or densely.
 
-The public functions call it with one linear term; a head with adapters calls it with several.
+The public functions call this module with one linear term. A head with adapters has several.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -68,7 +68,7 @@ def cross_entropy(
 
 @breaks_old_graphs
 def run(head: Head, labels: Labels, options: Options) -> Tensor:
-    """Compute the loss of checked arguments by the operators, the row function or densely."""
+    """Compute the loss of checked arguments by the operators, by the row function, or densely."""
     refuse_sharded_by_definition(head, labels, options)
     if head.by_position and 0 in head.weights[0].shape[:2] and not options.sharded:
         return reference.without_classes_or_positions(head, labels, options)
@@ -98,7 +98,7 @@ def log_probs(
     linear_bias: Tensor | None = None,
     **given: Any,
 ) -> LogProbs:
-    """Return the log-probabilities; `given` are the fields of `Arguments` beside the loss's."""
+    """Return the log-probabilities; `given` are fields of `Arguments`, without those of a loss."""
     arguments, input = Arguments(reduction="none", **given), inputs[0]
     check_tensors({"linear_weight": linear_weights[0]})
     check_head(linear_weights[0], sharded=arguments.shard is not None)
@@ -137,6 +137,7 @@ def _by_definition(head: Head, options: Options) -> bool:
 
 
 def _unknown_to_operators(head: Head, labels: Labels) -> bool:
+    """Return True for a gradient of labels, or a transform, which the operators do not support."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in labels.given):
         return True
     return in_transform(*head.tensors, *labels)

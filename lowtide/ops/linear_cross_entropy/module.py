@@ -1,4 +1,4 @@
-"""Define the module LinearCrossEntropyLoss, which owns its head. Its docstring is the contract."""
+"""Define LinearCrossEntropyLoss, a module that owns its head; its docstring is the contract."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,10 @@ def _loss_of_positions(
     logits_shape: tuple[int, ...],
     **options: Any,
 ) -> Tensor:
-    """Compute a K-dimensional loss of a linear layer's parameters; gather those of FSDP2 first."""
+    """Compute a K-dimensional loss from a linear layer's parameters.
+
+    Parameters that FSDP2 shards are gathered first, before they are reshaped here.
+    """
     weight = by_class("linear_weight", linear_weight, logits_shape)
     bias = None if linear_bias is None else by_class("linear_bias", linear_bias, logits_shape)
     return linear_cross_entropy(input, weight, target, linear_bias=bias, **options)
@@ -113,7 +116,7 @@ class LinearCrossEntropyLoss(nn.Module):
             "segments": segments,
         }
 
-    if TYPE_CHECKING:  # nn.Module's returns Any
+    if TYPE_CHECKING:  # nn.Module.__call__ returns Any
 
         def __call__(
             self,

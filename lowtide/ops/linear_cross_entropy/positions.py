@@ -1,9 +1,9 @@
 """Check the arguments of a K-dimensional loss, and make a head of them.
 
-It has a head [V, D] for each of P = d1 ... dK positions, which are computed one after the other
-over the same rows. One position is the loss of one head. A mean or sum of several is one call of
-the operator, which accumulates the input gradient over positions. With reduction="none" each
-position is a call of its own.
+Such a loss has a head [V, D] for each of P = d1 ... dK positions. All positions have the same rows,
+and are computed one after the other. If P is 1, the loss is that of one head. Otherwise a mean or
+sum is one call of the operator, which accumulates the input gradient over positions. With
+reduction="none" each position is a call of its own.
 
 Shapes: N rows, D features, V classes, P positions.
 """
@@ -40,7 +40,7 @@ def call_of(
     linear_bias: Tensor | None,  # [V, d1, ..., dK]
     **given: Any,
 ) -> tuple[Head, Labels, Options]:
-    """Return the call of `dispatch.run`; for "none" its result is [N, P], or [N] if P = 1.
+    """Return the arguments of `dispatch.run`; its result for "none" is [N, P], or [N] if P = 1.
 
     `given` are fields of `Arguments`.
     """
@@ -53,7 +53,7 @@ def call_of(
     probabilities = target.is_floating_point()
     _check_shapes(input, linear_weight, target, linear_bias, sharded=arguments.shard is not None)
     N, D = input.shape[0], linear_weight.shape[-1]
-    check_arguments(  # in the shapes of one position; there may be no position at all
+    check_arguments(  # with shapes of one position, as there may be none
         (input,),
         (_like(linear_weight, V, D),),
         _like(target, N, V) if probabilities else _like(target, N),
@@ -61,7 +61,7 @@ def call_of(
         arguments,
     )
     check_loss(arguments, target, input, (N, *dims))
-    # One position has no dimension of its own.
+    # A single position gets no dimension of its own: it is flattened into the one before it.
     joined = len(dims) + 1 if math.prod(dims) == 1 else len(dims)
     head = Head(
         (input,),

@@ -1,4 +1,4 @@
-"""Count the tokens of all ranks for a mean over them."""
+"""Count the tokens of all ranks by which a mean over them divides."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-WIDE = torch.float64  # the same on all ranks, whatever their arguments; exact to 2^53 tokens
+WIDE = torch.float64  # the dtype of the sums on all ranks, whatever their arguments; exact to 2^53 tokens
 
 
 def tokens_per_rank(
@@ -32,7 +32,7 @@ def tokens_per_rank(
     ignore_index: int | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    r"""Return the mean number of targets that count per rank, the normaliser of averaged gradients.
+    r"""Return the mean number of targets per rank that count: a normaliser for averaged gradients.
 
     Example::
 
@@ -44,7 +44,7 @@ def tokens_per_rank(
             )
             loss.backward()
 
-    With :math:`n_r` the targets of rank r that are not `ignore_index`, and P ranks, the result is
+    With :math:`n_r` targets of rank r that are not `ignore_index`, and P ranks, the result is
 
     .. math:: n = \frac{1}{P} \sum_r n_r.
 
@@ -57,12 +57,12 @@ def tokens_per_rank(
     Args:
         target: class indices: this rank's, of all micro-batches of one optimizer step. Under
             sequence parallelism these are the targets of this rank's part of the sequence.
-        group: the ranks over which gradients are averaged: a process group, or a device mesh, all
-            of whose dimensions count. None is the default group, and one rank without any. Ranks
-            that have the same tokens (tensor parallelism) do not belong to it.
+        group: the ranks over which gradients are averaged: a process group, or a device mesh with
+            all of its dimensions. None is the default group, or one rank if there is none. Ranks
+            that have the same tokens (tensor parallelism) do not belong to one group here.
         ignore_index: targets that do not count; None means -100.
-        weight: the class weights of the loss. The result is then the mean total of the targets'
-            weights per rank, what `"mean"` divides by beside class weights.
+        weight: the class weights of the loss. The result is then the mean, over the ranks, of the
+            total weight of a rank's targets: with class weights `"mean"` divides by such a total.
 
     Communication: one all-reduce of 16 bytes, also under torch.compile. The host does not wait on
     CUDA.
@@ -81,14 +81,14 @@ def tokens_per_rank(
     try:
         counts = _counts(target, ignore_index, weight)
     except Exception:
-        # A process without CPU collectives tells them by its card, whatever the arguments are.
+        # Tell the other ranks, which wait in this sum. It runs on the device of their tensors.
         with contextlib.suppress(Exception):
             _sum_over(groups, torch.tensor([0.0, 1.0], dtype=WIDE, device=_device(target, weight)))
         raise
     own = counts[1]
     total, wrong = _sum_over(groups, counts)
     dtype = torch.get_default_dtype() if weight is None else _sum_dtype(weight)
-    if not can_be_read(wrong):  # on CUDA to look would be to wait
+    if not can_be_read(wrong):  # on CUDA a check would wait for the device
         total = total.masked_fill(wrong > 0, torch.nan)
     elif wrong > 0:
         if weight is not None and own > 0:
@@ -106,7 +106,10 @@ def tokens_per_rank(
 
 
 def _device(*arguments: object) -> torch.device:
-    """Return the device of the first tensor argument, on which the other ranks reduce."""
+    """Return the device on which the other ranks reduce: that of the first tensor argument.
+
+    Without any tensor it is the card if the default backend is NCCL, else the CPU.
+    """
     for each in tree_leaves(arguments):
         if isinstance(each, Tensor):
             return each.device
@@ -164,7 +167,7 @@ def _sum_over(groups: "list[ProcessGroup | None]", counts: Tensor) -> Tensor:
 
 
 def _groups(group: Union["ProcessGroup", "DeviceMesh", None]) -> "list[ProcessGroup | None]":
-    """Return the groups over which one sum after the other is a sum over all ranks."""
+    """Return the process groups; sums over one after the other make a sum over all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ArgumentError(
