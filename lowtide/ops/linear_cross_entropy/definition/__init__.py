@@ -5,7 +5,7 @@ Modules, in import order (a module imports only from those above it):
 head         a head's tensors, the options of the loss, and the classes that a rank holds
 tensors      the tensors of a call by the names of the public arguments
 vocab_shard  how the classes are divided over the ranks of a mesh
-advice       what to do about shapes and classes that do not fit
+advice       advice in errors about arguments that do not fit
 validation   check the arguments of a call
 reference    the dense definition in torch, with all logits at once
 """

@@ -1,6 +1,6 @@
-"""Say what to do about arguments that do not fit: the advice at the end of an error.
+"""Give the advice at the end of an error: what to do about arguments that do not fit.
 
-That on shapes is chosen by what would make the call fit.
+Advice on a shape says what would make the call fit.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-# Advice for an argument that Liger, Cut Cross-Entropy or torch has, or the config of a model.
+# Advice for names of Liger, Cut Cross-Entropy, torch and model configs that are no arguments here.
 INSTEAD_OF = {
     **dict.fromkeys(("_input", "e", "hidden", "hidden_states"), "pass input"),
     **dict.fromkeys(("lin_weight", "c"), "pass linear_weight"),
@@ -60,9 +60,9 @@ INPUT_FIRST = "; input comes first: pass (input, linear_weight, target)"
 
 
 def for_weight(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> str:
-    """Advise on a weight that does not take the input's features."""
+    """Advise on a weight whose features are not as many as the input's."""
     if linear_weight.dim() == 2 and linear_weight.shape[0] == input.shape[-1]:
-        # The shapes are those of hidden states with weight.T, and of logits with the weight.
+        # Either weight.T was passed, or logits were passed as input.
         return (
             f"; {names[0]} is what goes into the head, not its logits, and {names[1]} the weight of a "
             "torch.nn.Linear as it is, without .T"
@@ -71,9 +71,9 @@ def for_weight(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> 
 
 
 def for_target(input: Tensor, linear_weight: Tensor, target: Tensor, expected: Sequence[int]) -> str:
-    """Advise on a target that has not the expected shape; its dtype says what it holds."""
+    """Advise on a target whose shape is not `expected`; its dtype says what it holds."""
     given, expected = list(target.shape), list(expected)
-    rows = list(linear_weight.shape[:-1])  # the rows of an input that was passed as linear_weight
+    rows = list(linear_weight.shape[:-1])  # the shape of the rows, if the input was passed as linear_weight
     if input.dim() == 2 and given == (
         [*rows, input.shape[0]] if target.is_floating_point() and len(given) > len(rows) else rows
     ):
@@ -92,9 +92,10 @@ def for_target(input: Tensor, linear_weight: Tensor, target: Tensor, expected: S
 
 
 def _same_order(given: Sequence[int], expected: Sequence[int]) -> bool:
-    """Return True if a reshape keeps rows in order.
+    """Return True if a reshape from `given` to `expected` keeps the rows in order.
 
-    Of the sizes that differ, apart from sizes of 1, one side is flat.
+    To see this, sizes of 1 and equal last sizes are left out. Then one of the two shapes must have
+    at most one size.
     """
     one, other = ([n for n in shape if n != 1] for shape in (given, expected))
     while one and other and one[-1] == other[-1]:

@@ -1,9 +1,10 @@
-"""Define what is computed: a head's tensors, and the options of the loss on top.
+"""Define what a call computes: the tensors of a head, and the labels and options of a loss.
 
     logits = softcap tanh(scale (sum_k x_k W_k^T + b) / softcap)
 
-A head is a sum of linear terms: the weight, and those that an adapter adds (LoRA:
-x W^T + (s x A^T) B^T). The head of a K-dimensional loss has one term, and a weight for each
+for inputs x_k, weights W_k and the bias b; without a soft cap scale (sum_k x_k W_k^T + b). A head
+is a sum of linear terms. The first has the head's own weight, and an adapter may add others (LoRA:
+x W^T + (s x A^T) B^T). The head of a K-dimensional loss has one term, with a weight for each
 position. Nothing here reads a tensor's data.
 
 A head whose classes are divided over the ranks of a group is called sharded: each rank has the
@@ -37,11 +38,11 @@ class VocabShard(NamedTuple):
     tokens_sharded: bool = False
     """True if each rank has tokens of its own, whose losses count together."""
     segments: int = 0
-    """Divide the classes into so many parts, whose statistics are added in order; 0 for none."""
+    """The number of segments of the classes, whose statistics are merged in order; 0 for none."""
 
     @property
     def segment_classes(self) -> int:
-        """Return the classes of a segment; the last ones may be smaller or empty."""
+        """Return the classes per segment; the last segments may be smaller or empty."""
         return -(-self.num_classes // self.segments)
 
     @property
@@ -50,7 +51,7 @@ class VocabShard(NamedTuple):
         return self.segments or self.ranks
 
     def parts_of(self, first_class: int, classes: int) -> list[slice]:
-        """Return the slices of a rank's own classes whose statistics are kept apart."""
+        """Return the slices of a rank's own classes whose statistics are computed separately."""
         if not self.segments:
             return [slice(0, classes)]
         size = self.segment_classes
@@ -58,7 +59,7 @@ class VocabShard(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Hold a call's options as the caller gave them; input, weight, bias and target are apart."""
+    """Hold a call's options as the caller gave them, and not its inputs, head and target."""
 
     logit_scale: float | Tensor | None = None
     softcap: float | None = None
@@ -76,6 +77,8 @@ class Arguments(NamedTuple):
 
 
 class Head(NamedTuple):
+    """Hold the tensors of a head; in a K-dimensional loss weight and bias have P positions."""
+
     inputs: tuple[Tensor, ...]  # each [..., D_k]
     weights: tuple[Tensor, ...]  # each [V, D_k]; of a K-dimensional loss one [V, P, D]
     bias: Tensor | None = None  # [V]; [V, P]
@@ -95,6 +98,7 @@ class Head(NamedTuple):
 
     @property
     def by_position(self) -> bool:
+        """Return True for the head of a K-dimensional loss with its own dimension of positions."""
         return self.weights[0].dim() == 3
 
     @property
@@ -128,7 +132,7 @@ class Head(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Hold the tensors that the logits are compared with, in the order of the operators' schema."""
+    """Hold the target and the weights of a loss, in the order of the operators' schema."""
 
     target: Tensor  # [...] or probabilities [..., V]; K-dimensional [N, P] or [N, V, P]
     class_weight: Tensor | None = None  # [V]
@@ -154,7 +158,7 @@ BY_ROW = ("target", "row_weight")
 """The fields of Labels that have an entry for each row."""
 
 
-# Functions, since Dynamo of torch 2.11 follows neither a property of Labels nor Labels._replace.
+# Functions, since Dynamo of torch 2.11 traces neither a property of Labels nor Labels._replace.
 
 
 def rows_of(labels: Labels) -> dict[str, Tensor]:
@@ -184,22 +188,24 @@ class Options(NamedTuple):
     softcap: float = 0.0
     """The soft cap; 0 for none."""
     few_tokens: bool = False
-    """True if there are few tokens beside the classes (planner.few_tokens).
+    """True if tokens are few in comparison with classes (planner.few_tokens).
 
-    The caller decides it, because a symbolic number of tokens should not.
+    The operator's caller sets it: inside a graph the number of tokens may be symbolic, and no
+    decision should depend on a symbol.
     """
     engine: str = ""
     """The engine that runs the call, one of ENGINES in planning/call.py; "" until it is chosen.
 
-    The caller chooses it once (planner.with_graph_facts); forward and backward obey.
+    The operator's caller chooses it once (planner.with_graph_facts), for forward and backward.
     """
     dense: int | None = None
     """The bytes of the dense computation (call_memory.py), which limit the default workspace.
 
-    The caller sets it, because it depends on the number of tokens. None in a graph, and until then.
+    The operator's caller sets it, because it depends on the number of tokens. It is None before
+    that, and in a graph.
     """
     compute_dtype: torch.dtype = torch.float32
-    """The dtype that the products' operands are rounded to: the input's, or autocast's."""
+    """The dtype of the products' operands: the input's, or autocast's; see also Plan."""
     workspace: int | None = None
     backend: str = "auto"
     # The fields of VocabShard.
@@ -212,13 +218,13 @@ class Options(NamedTuple):
 
     @classmethod
     def of(cls, input: Tensor, arguments: Arguments) -> "Options":
-        """Make options of checked arguments: plain numbers, and what None stands for."""
+        """Make options of checked arguments: as plain numbers, with defaults in place of None."""
         ignore_index, shard = arguments.ignore_index, arguments.shard
         smoothing = float(arguments.label_smoothing)
         return cls(
             reduction=arguments.reduction,
             ignore_index=-100 if ignore_index is None else operator.index(ignore_index),
-            label_smoothing=smoothing if smoothing > 0 else 0.0,  # below 0, or NaN: as 0
+            label_smoothing=smoothing if smoothing > 0 else 0.0,  # a number below 0, or NaN, counts as 0
             z_loss=float(arguments.z_loss),
             softcap=float(arguments.softcap or 0),
             compute_dtype=compute_dtype(input),
@@ -245,7 +251,7 @@ class Options(NamedTuple):
 
 
 def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None:
-    """Return the logit scale as a tensor in the dtype of the sums; None for none."""
+    """Return a tensor as it is, a number as a tensor in the dtype of the sums, and None for 1."""
     if logit_scale is None or isinstance(logit_scale, Tensor):
         return logit_scale
     return None if logit_scale == 1 else number_beside(input, logit_scale)
@@ -259,21 +265,21 @@ def normalizer_of(normalizer: float | Tensor | None, input: Tensor) -> Tensor | 
 def number_beside(tensor: Tensor, number: float | Tensor) -> Tensor:
     """Return a number as a 0-d tensor on the tensor's device, in the dtype of its sums.
 
-    All that a sum is divided by comes from here, so that its kind does not change the last bits: on
-    CUDA torch divides by a number, or by a tensor in the CPU's memory, as by its reciprocal.
+    Every divisor of a sum comes from here, so that the last bits do not depend on its kind. On CUDA
+    torch multiplies by the reciprocal of a divisor that is a number or lies in the CPU's memory.
     """
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     if isinstance(number, Tensor):
         number = number.to(dtype)  # A product of two 0-d tensors would have the wider dtype.
         if number.device == tensor.device:
             return number
-    # A product takes a number, or one in the CPU's memory, along without waiting for the device.
-    # Not torch.full: torch.compile would make a graph of its own for every value.
+    # A product with a number, or a 0-d tensor in the CPU's memory, does not wait for the device.
+    # torch.full is not used, because torch.compile would compile a graph for every value.
     return torch.ones((), dtype=dtype, device=tensor.device) * number
 
 
 def normalized(total: Tensor, normalizer: float | Tensor) -> Tensor:
-    """Return the total over the normaliser; where that is 0, NaN with a gradient of 0."""
+    """Return the total divided by the normaliser, or for 0 NaN with a gradient of 0."""
     count = normalizer_of(normalizer, total)
     assert count is not None
     nothing = count == 0

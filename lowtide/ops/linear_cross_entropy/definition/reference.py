@@ -1,4 +1,4 @@
-"""Define the loss in the fewest lines: any dtype, device and derivative, all logits at once.
+"""Define the loss in few lines, for any dtype, device and derivative, with all logits at once.
 
 Shapes: N tokens, V classes; D_k features of term k.
 """
@@ -48,7 +48,7 @@ def without_logits(
     labels: Labels,
     options: Options,
 ) -> Tensor:
-    """Return torch's loss of no logits: rows of 0, and NaN for a division by nothing."""
+    """Return torch's loss of no logits: 0 for each row, and NaN for a division by 0."""
     target, class_weight_V = labels.target, labels.class_weight
     V, probabilities = logits.shape[1], target.is_floating_point()
     if V == 0 and options.z_loss:
@@ -76,7 +76,10 @@ def linear_log_probs(head: Head, target: Tensor, options: Options) -> tuple[Tens
 
 
 def flat(head: Head, options: Options) -> Head:
-    """Return the head as [N, D_k], operands rounded as for products, in the dtype of the sums."""
+    """Return the head with inputs [N, D_k], in the dtype of the sums.
+
+    On CUDA inputs and weights are first rounded to the dtype of the products' operands.
+    """
 
     def exact(tensor: Tensor) -> Tensor:
         rounded = tensor.to(options.compute_dtype) if tensor.is_cuda else tensor  # see Plan.compute_dtype
@@ -92,7 +95,7 @@ def flat(head: Head, options: Options) -> Head:
 
 def flat_target(target: Tensor) -> Tensor:
     """Return [N] class indices or [N, V] class probabilities."""
-    # In a narrower dtype a comparison would wrap ignore_index.
+    # In a narrower dtype ignore_index would wrap around in a comparison.
     if not target.is_floating_point():
         return target.flatten().long()
     return target.reshape(math.prod(target.shape[:-1]), target.shape[-1])
@@ -146,7 +149,7 @@ def _weighted(loss: Tensor, labels: Labels, options: Options) -> Tensor:
 
 
 def log_probs(logits_NV: Tensor, target_N: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log_prob, entropy, logsumexp (0 for ignored rows) and argmax (-1)."""
+    """Return log_prob, entropy and logsumexp, 0 for ignored rows, and argmax, -1 for these."""
     ignored_N, invalid_target_N, class_N = target_classes(target_N, logits_NV.shape[1], options.ignore_index)
     logsumexp_N = logits_NV.logsumexp(1)
     log_prob_NV = logits_NV.log_softmax(1)
@@ -164,7 +167,7 @@ def reduce(loss_N: Tensor, labels: Labels, options: Options) -> Tensor:
         return loss_N
     if options.reduction == "sum":
         return loss_N.sum()
-    total_1 = loss_N.sum(0, keepdim=True)  # vmap over an empty batch cannot divide 0-d
+    total_1 = loss_N.sum(0, keepdim=True)  # vmap over an empty batch cannot divide 0-d tensors
     if labels.normalizer is not None:
         return (total_1 / labels.normalizer.to(loss_N.dtype)).squeeze(0)
     if target.is_floating_point():

@@ -39,7 +39,7 @@ def check_arguments(
     linear_bias: Tensor | None,  # [V]
     arguments: Arguments,
 ) -> None:
-    """Check the tensors of a call, but those of its rows, and the options of each function."""
+    """Check the options of the head, and all tensors but row weights and a normaliser."""
     weight, logit_scale = arguments.weight, arguments.logit_scale
     if len(inputs) != len(linear_weights) or not inputs:
         raise ArgumentError(
@@ -68,14 +68,14 @@ def check_arguments(
 
 
 def check_loss(arguments: Arguments, target: Tensor, input: Tensor, rows: Sequence[int]) -> None:
-    """Check the options of the loss; each tensor of the rows has the shape `rows`."""
+    """Check the options of the loss; row weights must have the shape `rows`."""
     check_loss_options(arguments, target)
     check_normalizer(arguments.normalizer, arguments.reduction, input)
     _check_row_weight(arguments.row_weight, input, rows)
 
 
 def check_loss_options(arguments: Arguments, target: Tensor) -> None:
-    """Check the options of the loss that are no tensors of the call."""
+    """Check the options of the loss except row weights and a normaliser."""
     ignore_index, z_loss, weight = arguments.ignore_index, arguments.z_loss, arguments.weight
     check_choice("reduction", arguments.reduction, REDUCTIONS)
     check_ignore_index(ignore_index)
@@ -124,7 +124,7 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
             f"reduction={reduction!r}; leave reduction out, or leave normalizer out and divide the result"
         )
     if not isinstance(normalizer, Tensor):
-        if not torch.compiler.is_compiling():  # its look at an integer's bits would compile each anew
+        if not torch.compiler.is_compiling():  # the check of an integer's bits would compile each value anew
             check_number("normalizer", normalizer)
         if not 0 < normalizer < math.inf:  # type: ignore[operator]
             raise ArgumentError(
@@ -138,7 +138,7 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
             "normalizer must be a number or a 0-d tensor of one, "
             f"got {normalizer.dtype} of shape {list(normalizer.shape)}; pass its .sum()"
         )
-    if normalizer.device.type != "cpu":  # one in the CPU's memory goes to any device without waiting
+    if normalizer.device.type != "cpu":  # a number in the CPU's memory goes to any device without waiting
         check_devices({"input": input, "normalizer": normalizer}, meta=True)
     if normalizer.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
@@ -152,8 +152,8 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Return True for a tensor whose numbers the CPU has, outside graphs, transforms and modes."""
-    plain = type(tensor) is Tensor and tensor.device.type == "cpu"  # a fake one has a type of its own
+    """Return True for a plain tensor on the CPU, outside graphs, transforms and dispatch modes."""
+    plain = type(tensor) is Tensor and tensor.device.type == "cpu"  # a fake tensor has a type of its own
     traced = torch.compiler.is_compiling() or torch_private.dispatch_modes() > 0
     return plain and not traced and not in_transform(tensor)
 
@@ -168,7 +168,7 @@ def check_ignore_index(ignore_index: object) -> None:
 
 
 def check_head(linear_weight: Tensor, *, sharded: bool = False) -> None:
-    """Check the head of log-probabilities; of a sharded one a rank may have no class."""
+    """Check the weight of log-probabilities; a rank of a sharded head may have no classes."""
     if linear_weight.dim() > 2:
         raise ArgumentError(
             f"linear_weight must have shape [V, D] here, got {list(linear_weight.shape)}: there are no "
@@ -181,7 +181,7 @@ def check_head(linear_weight: Tensor, *, sharded: bool = False) -> None:
 
 
 def check_target_dtype(target: Tensor) -> None:
-    """Raise for a dtype that no target has, whatever its shape."""
+    """Raise for a dtype that no target may have, whatever its shape."""
     if target.dtype not in (*DTYPES, *TARGET_DTYPES):
         raise _no_target(target)
 
@@ -201,7 +201,8 @@ def check_class_target(target: Tensor) -> None:
 def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
     """Raise for a target that is no class, on the CPU.
 
-    Elsewhere the check would wait for the device; such a target makes NaN instead.
+    On other devices the check would wait, and a graph cannot read the target. There such a target
+    makes the loss NaN instead.
     """
     if target.device.type != "cpu" or torch.compiler.is_compiling():
         return
@@ -233,7 +234,10 @@ def _check_head_options(arguments: Arguments) -> None:
 
 
 def _check_smoothing(value: Any) -> None:
-    """Accept what torch takes for a float: bool, NumPy scalar, 0-d tensor without gradient."""
+    """Raise unless torch takes the value for a float of at most 1.
+
+    torch takes bools, NumPy scalars and 0-d tensors without gradient for floats.
+    """
     number = value
     if not isinstance(value, (int, float)) and getattr(value, "shape", None) == ():
         number = None if getattr(value, "requires_grad", False) else value.item()
@@ -244,7 +248,10 @@ def _check_smoothing(value: Any) -> None:
 
 
 def _has_index(value: Any) -> bool:
-    """Return True if torch takes it for an int: a NumPy integer, an integer tensor, no bool."""
+    """Return True if torch takes the value for an int, as a NumPy integer or an integer tensor.
+
+    A bool is not taken for an int here.
+    """
     if isinstance(value, int):
         return not isinstance(value, bool)
     if isinstance(value, Tensor) and value.dtype == torch.bool:
@@ -289,8 +296,8 @@ def _check_shapes(
             f"got {list(target.shape)}"
             + advice.for_target(inputs[0], linear_weights[0], target, [*leading, V])
         )
-    # One row without a batch may have a target of shape [1], as in torch, unless V = 1: then that
-    # is a probability.
+    # One row without a batch may have a target of shape [1], as in torch. If V is 1, this is the
+    # shape of a probability instead.
     one_class = len(leading) == 0 and target.shape == (1,) and V != 1
     if not (probabilities or one_class or target.shape == leading):
         what = advice.for_target(inputs[0], linear_weights[0], target, leading)

@@ -1,4 +1,4 @@
-"""Divide the classes of a vocabulary over the ranks of a mesh, in numbers that may be symbols."""
+"""Divide the classes of a vocabulary over the ranks of a mesh; the numbers may be symbols."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch
 
 
 def classes_of_rank(mesh: Any, num_classes: int, dimension: int = 0) -> slice:
-    """Return the classes of this rank where Shard(0) divides them over a dimension of the mesh.
+    """Return this rank's classes if Shard(0) divides them over a dimension of the mesh.
 
-    That is the rule of torch.chunk, and of FSDP2. In torch's local-tensor mode these numbers are
-    symbols, each of which stands for those of all ranks.
+    The rule is that of torch.chunk and of FSDP2. In torch's local-tensor mode the numbers are
+    symbols, and a symbol stands for the numbers of all ranks.
     """
     size = -(-num_classes // mesh.size(dimension))
     first = least(mesh.get_local_rank(dimension) * size, num_classes)
@@ -17,12 +17,16 @@ def classes_of_rank(mesh: Any, num_classes: int, dimension: int = 0) -> slice:
 
 
 def least(first: Any, second: Any) -> Any:
-    """Return the smaller number; of symbols torch returns a symbol, and no graph takes it."""
+    """Return the smaller number.
+
+    For symbols torch.sym_min returns a symbol. Plain numbers take Python's min, which every release
+    of torch traces.
+    """
     return torch.sym_min(first, second) if _symbolic(first, second) else min(first, second)
 
 
 def greatest(first: Any, second: Any) -> Any:
-    """Return the larger number, as `least` does the smaller one."""
+    """Return the larger number, which may be a symbol as in `least`."""
     return torch.sym_max(first, second) if _symbolic(first, second) else max(first, second)
 
 

@@ -1,6 +1,7 @@
-"""Register what is known of the operators without running them.
+"""Compute what is known of the operators without running them.
 
-These are the shapes and dtypes of their outputs, their FLOPs, and the workspace they hold.
+These are the shapes and dtypes of their outputs, their FLOPs, and the bytes that they hold. torch
+gets the first two by registered functions.
 
 Shapes: N tokens, D_k features of term k, V classes.
 """
@@ -140,10 +141,10 @@ _HEAD = {
 def moved_call(
     operator: OpOverload, arguments: Sequence[Any], move: Callable[[Tensor], Tensor]
 ) -> tuple[list[Tensor], int] | None:
-    """Return the outputs of an operator on moved tensors, and the bytes that it holds meanwhile.
+    """Run an operator on tensors that `move` returns; return its outputs and the bytes it holds.
 
-    The call is planned again for these tensors, which may be fake. None for any other operator than
-    those of the loss.
+    The call is planned again for these tensors, which may be fake. Return None if the operator is
+    not one of the loss.
     """
     name = operator.name()
     if name not in _HEAD:
@@ -153,7 +154,7 @@ def moved_call(
 
 
 def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
-    """Return the bytes that a call holds beside its arguments and results."""
+    """Return the bytes that a call holds beyond its arguments and results."""
     head, options, call_kind = _parsed(operator, arguments)
     if not head.by_position:
         return peak_bytes(head, options, call_kind)
@@ -163,10 +164,10 @@ def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
 
 
 def with_new_graph_facts(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments with engine and options chosen again for these tensors.
+    """Return the arguments with the engine and the other graph facts chosen for these tensors.
 
-    The tensors may stand for others, on another device than that of the call. The workspace that
-    was asked for stays.
+    The facts among the arguments may have been chosen for tensors on another device. The workspace
+    that the caller asked for is kept.
     """
     head, options, call_kind = _parsed(operator, arguments)
     return (*arguments[: -len(options)], *with_graph_facts(head, options, call_kind))

@@ -19,7 +19,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Optio
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import workspace_bytes
 
-# How many tensors of the size of a chunk's logits a derivative holds at once.
+# Number of tensors of the size of a chunk's logits that a derivative holds at once.
 COPIES = 12
 
 
@@ -52,9 +52,9 @@ def by_position(
     labels: Labels,
     options: Options,
 ) -> Tensor:
-    """Compute the function position by position, and combine the losses: [N, P] or 0-d."""
+    """Compute the function for each position, and return the losses [N, P] or their reduction."""
     (input,), scale = head.inputs, head.scale
-    wide = head._replace(  # their gradients are sums, to be rounded once
+    wide = head._replace(  # their gradients are sums over positions, and rounded once
         inputs=(input.to(options.sum_dtype),),
         scale=None if scale is None else scale.to(options.sum_dtype),
     )
@@ -86,6 +86,7 @@ def _by_rows(
     labels: Labels,
     options: Options,
 ) -> Tensors:
+    """Compute a function of rows, which has `results` outputs, a chunk of rows at a time."""
     head = reference.flat(head, options)
     terms, by_row = len(head.inputs), rows_of(labels).values()
 

@@ -1,7 +1,8 @@
 """Collect the gradients of a K-dimensional loss, one position after the other.
 
-What positions share (input and scale), and a bias, is accumulated in float32. A position's part of
-the weight gradient is rounded once into its place (decision 0051).
+All positions share input and scale, so the gradients of these two are sums over positions. Each
+position has its own part of the bias gradient. All three are held in float32 (float64 for float64).
+Each position also has its own part of the weight gradient, which is rounded once (decision 0051).
 
 Shapes: N tokens, D features, V classes, P positions.
 """
@@ -22,17 +23,17 @@ WEIGHT = 1
 
 
 def kept_dtype(place: int, dtype: torch.dtype, sum_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the gradient of the tensor at that place is kept until backward.
+    """Return the dtype in which the gradient of Head.tensors[place] is kept until backward.
 
     A float16 gradient would be kept with a power of two still to be applied
-    (core/pending_gradient.py), and each position would have a different one. So it is kept in the
-    sum's dtype.
+    (core/pending_gradient.py), and each position would have another power. So a float16 gradient is
+    kept in the sum's dtype.
     """
     return dtype if place == WEIGHT and dtype != torch.float16 else sum_dtype
 
 
 def widened(head: Head, needs_grad: Sequence[bool], sum_dtype: torch.dtype) -> Head:
-    """Return the head with its input in the sum's dtype, if the input gradient is wanted."""
+    """Return the head, with the input in the sum's dtype if the input gradient is wanted."""
     (input,) = head.inputs
     return head._replace(inputs=(input.to(sum_dtype) if needs_grad[0] else input,))
 
@@ -41,7 +42,7 @@ class PositionGradients:
     """Collect the gradients of a head of several positions."""
 
     def __init__(self, head: Head, needs_grad: NeedsGrad, sum_dtype: torch.dtype) -> None:
-        """Allocate the gradients; `head` is that of all positions."""
+        """Allocate the wanted gradients of `head`, which has all positions."""
 
         def keep(place: int, like: Tensor | None, grad: bool) -> PendingGradient | None:
             if like is None or not grad:
