@@ -112,8 +112,8 @@ def forward_kl(
             ranks, as in :func:`lowtide.linear_cross_entropy`. Student and teacher are divided
             alike. The weights are DTensors with placement Shard(0), or this rank's rows with
             `group`. A student's head of :func:`lowtide.shard_head` needs none of these arguments.
-            Its teacher's head is also one of `shard_head`, or a plain weight of all classes, the
-            same on each rank.
+            The teacher's head is then one of `shard_head` too, or a plain weight of all classes,
+            the same on each rank.
 
     Default workspace:
         64 MiB. On CUDA it is 1 GiB plus the float32 sum of a half-precision student weight's

@@ -1,4 +1,4 @@
-"""Compute the divergence of both heads, and the student's gradients, in the loss's walk.
+"""Define the engine of distillation: the divergence of both heads, and the student's gradients.
 
 linear_cross_entropy/engines/engine.py has the walk over chunks of rows and blocks of classes. A
 chunk or a block has two tiles of float32 logits, the student's and the teacher's. A pass over both
@@ -7,8 +7,8 @@ computes the gradient G of the student's logits in float32, rounds it once to th
 and writes it over these logits. Then the walk forms dX = G W and dW = G^T X.
 
 All rows share the factor 1 / (T n) at temperature T, where n is the number of rows that count for a
-mean, and 1 for a sum. G does not include this factor, which would make its numbers too small for
-float16. It is applied to dX and dW (lowtide/core/pending_gradient.py).
+mean, and else 1. G does not include this factor, which could make its numbers too small for
+float16. The factor is applied to dX and dW (lowtide/core/pending_gradient.py).
 
 Shapes: N rows, D features, V classes; C rows of a chunk, B classes of a block.
 """

@@ -95,9 +95,9 @@ class DistillationOptions(NamedTuple):
     dense: int | None = None
     """Bytes that the dense computation would hold beyond inputs, loss and gradients.
 
-    They limit the default workspace. `with_graph_facts` sets this number, with two exceptions: the
-    plan of a compiled graph must not depend on the number of rows; and ranks of divided heads may
-    have different numbers.
+    They limit the default workspace. `with_graph_facts` sets this number, except in two cases. In a
+    compiled graph the plan must not depend on the number of rows. If the heads are divided, ranks
+    may have different numbers of rows.
     """
     # The fields of VocabShard, except segments.
     group: str = ""

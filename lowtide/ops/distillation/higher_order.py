@@ -1,7 +1,7 @@
 """Compute what the operator does not support: derivatives of higher order, forward mode, vmap.
 
-The definition itself is differentiated, a chunk of rows at a time (core/row_function.py). This is
-exact and takes bounded memory, but it is not fast.
+The functions here differentiate the definition itself, a chunk of rows at a time
+(core/row_function.py). This is exact and takes bounded memory, but it is not fast.
 
 Shapes: N rows, V classes; C rows of a chunk.
 """

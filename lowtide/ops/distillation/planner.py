@@ -7,8 +7,8 @@
 All other parts are those of linear_cross_entropy/planning/byte_counts.py.
 
 There are three ways to form the gradient of a half-precision weight; the first that fits is taken.
-For few rows a single product over all rows forms it. Until then the logits of each chunk lie in the
-gradient's memory, and the gradient of the student's logits is kept for all rows in half precision.
+For few rows in bfloat16, a single product over all rows forms it. Until then the logits of each
+chunk lie in the gradient's memory, and the gradient of the student's logits is kept for all rows.
 The second way adds up the products of the chunks in a float32 sum. The third forms the gradient
 class block by class block, which takes two more products.
 

@@ -6,8 +6,8 @@ Triton; divergences.py has the formulas.
 A head's logits z come from its product u = X W^T by a LogitTransform with temperature T:
 z = (u + bias) / T, or with a soft cap c z = c/T tanh((u + bias) / c).
 
-Shapes: C rows and B columns of one tile, whose statistics are those of the tile's classes; c of the
-C rows are taken at a time, and b columns are all B.
+Shapes: C rows and B columns of one tile, whose statistics are those of the tile's classes. Tensors
+named _cb have c of the C rows, which are taken at a time, and all B columns.
 """
 
 from dataclasses import dataclass, fields
@@ -61,8 +61,8 @@ def divergence_(
 
     `take_sums` computes the maxima and sums of both heads and their log-ratio d. `take_means`
     computes the means and the losses; for Jensen-Shannon it needs maxima and sums of all classes.
-    Statistics that are not computed are read. Each row's gradient is multiplied by its number of
-    coef_C. About `pass_logits` logits of each head are taken at a time. `part` says that other
+    What is not computed is read from `statistics`. Each row's gradient is multiplied by its number
+    of coef_C. About `pass_logits` logits of each head are taken at a time. `part` says that other
     ranks have the other classes of the rows; then the products are not overwritten.
     """
     C, B = student.product_CB.shape

@@ -160,8 +160,8 @@ def linear_cross_entropy(
         probabilities, or the class weights beside them, are float64.
         On the CPU half-precision operands are converted to float32 for the products. The exception
         is a call with bfloat16 tensors and 2^20 weights or more, if the CPU has units for bfloat16
-        and there is a C++ compiler. Such a call has no soft cap, label smoothing, probabilities or
-        learned scale.
+        and there is a C++ compiler. The call must have no soft cap, label smoothing, probabilities
+        or learned scale.
 
     Memory:
         The call holds O(workspace), never N V: it works on a chunk of tokens at a time. For mean
@@ -196,11 +196,11 @@ def linear_cross_entropy(
         is wanted, it is 2 s N V. Here o is the bytes of a number of the operands, and s the bytes
         of a logit in the loss: the same as o, or 4 under autocast. With options eager torch holds
         more, which is not counted here.
-        A call may hold the following beyond that peak. 4 MiB (16 MiB on CUDA) and 64 bytes (256 on
-        CUDA) for each of N + D + V keep a small call from being made of single rows and classes. On
-        CUDA under autocast it may hold up to o N V, where N is below D. As with any workspace,
-        packed operands come on top, the float32 sums and copies of further linear terms, and what a
-        K-dimensional loss holds (see `Memory`).
+        A call may hold more than that peak. It may add 4 MiB (16 MiB on CUDA) and 64 bytes (256 on
+        CUDA) for each token, feature and class, so that a small call is not cut into single rows
+        and classes. On CUDA under autocast it may add up to o N V, where N is below D. As with any
+        workspace, it adds packed operands, the float32 sums and copies of further linear terms, and
+        what a K-dimensional loss holds (see `Memory`).
         Where the gradients are large beside the logits (N below about D), this limit is below the
         whole default, and a call may take four products instead of three: pass a workspace for
         speed.

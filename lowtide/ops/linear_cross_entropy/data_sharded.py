@@ -172,8 +172,8 @@ def place_of(parameter: Any, num_classes: int | None) -> dict[str, Any]:
 def own_part(parameter: Any, dtype: torch.dtype) -> Tensor:
     """Return this rank's classes of a parameter, cast to a dtype.
 
-    FSDP2's policy casts the parameters that it gathers likewise. The gradient is averaged over the
-    ranks.
+    FSDP2's policy casts the parameters that it gathers in the same way. The gradient is averaged
+    over the ranks.
     """
     return _scale_gradient(parameter.to_local().to(dtype), parameter.device_mesh.size())
 
@@ -254,10 +254,10 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class _MeanOfLosses(torch.autograd.Function):
-    """Return the mean of the ranks' losses; backward multiplies its gradient by their number.
+    """Return the mean of the ranks' losses; backward multiplies by the number of ranks.
 
     So hidden states get the gradient of their own rank's loss. For the head's parameters
-    `_AveragedGradient` divides by the number again.
+    `_AveragedGradient` divides by the number of ranks again.
     """
 
     @staticmethod
@@ -270,7 +270,8 @@ class _MeanOfLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """Multiply the gradient, if all ranks have the same one for the same loss.
 
-        Each rank computes its classes of dW from the tokens of all ranks, so they must scale alike.
+        Each rank computes its classes of dW from the tokens of all ranks, so all ranks must scale
+        the loss alike.
         """
         gradient = agree_on_gradient(ctx.group.group_name, ctx.number, gradient)
         return gradient * ctx.group.size(), None

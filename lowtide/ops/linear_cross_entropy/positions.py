@@ -61,7 +61,7 @@ def call_of(
         arguments,
     )
     check_loss(arguments, target, input, (N, *dims))
-    # A single position gets no dimension of its own: it is flattened into the one before it.
+    # A single position gets no dimension: it is flattened into that of the classes or the rows.
     joined = len(dims) + 1 if math.prod(dims) == 1 else len(dims)
     head = Head(
         (input,),

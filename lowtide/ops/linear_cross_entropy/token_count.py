@@ -50,7 +50,7 @@ def tokens_per_rank(
 
     DDP and FSDP divide the sum of the ranks' gradients by P. So if each rank divides the sum of its
     losses by n, the averaged gradient is that of the mean over all tokens of all ranks, however
-    many tokens each of them has. The mean of the ranks' losses is this mean, too.
+    many tokens each of them has. The mean of the ranks' losses is this mean as well.
 
     Shapes: target of any shape, or several such; weight [V]; the result is 0-d.
 
@@ -81,7 +81,7 @@ def tokens_per_rank(
     try:
         counts = _counts(target, ignore_index, weight)
     except Exception:
-        # Tell the other ranks, which wait in this sum. It runs on the device of their tensors.
+        # Tell the other ranks, which wait for this sum on the device of their tensors.
         with contextlib.suppress(Exception):
             _sum_over(groups, torch.tensor([0.0, 1.0], dtype=WIDE, device=_device(target, weight)))
         raise

@@ -60,7 +60,7 @@ INPUT_FIRST = "; input comes first: pass (input, linear_weight, target)"
 
 
 def for_weight(names: tuple[str, str], input: Tensor, linear_weight: Tensor) -> str:
-    """Advise on a weight whose features are not as many as the input's."""
+    """Advise on a weight that has another number of features than the input."""
     if linear_weight.dim() == 2 and linear_weight.shape[0] == input.shape[-1]:
         # Either weight.T was passed, or logits were passed as input.
         return (

@@ -59,7 +59,7 @@ class VocabShard(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Hold a call's options as the caller gave them, and not its inputs, head and target."""
+    """Hold a call's options as the caller gave them, without inputs, head and target."""
 
     logit_scale: float | Tensor | None = None
     softcap: float | None = None
@@ -132,7 +132,7 @@ class Head(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Hold the target and the weights of a loss, in the order of the operators' schema."""
+    """Hold target, weights and normaliser of a loss, in the order of the operators' schema."""
 
     target: Tensor  # [...] or probabilities [..., V]; K-dimensional [N, P] or [N, V, P]
     class_weight: Tensor | None = None  # [V]
@@ -251,7 +251,10 @@ class Options(NamedTuple):
 
 
 def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None:
-    """Return a tensor as it is, a number as a tensor in the dtype of the sums, and None for 1."""
+    """Return the logit scale as a tensor, or None if there is none or it is the number 1.
+
+    A number becomes a 0-d tensor in the dtype of the sums; a tensor is returned as it is.
+    """
     if logit_scale is None or isinstance(logit_scale, Tensor):
         return logit_scale
     return None if logit_scale == 1 else number_beside(input, logit_scale)
@@ -279,7 +282,7 @@ def number_beside(tensor: Tensor, number: float | Tensor) -> Tensor:
 
 
 def normalized(total: Tensor, normalizer: float | Tensor) -> Tensor:
-    """Return the total divided by the normaliser, or for 0 NaN with a gradient of 0."""
+    """Return total / normalizer; if the normaliser is 0, return NaN with a gradient of 0."""
     count = normalizer_of(normalizer, total)
     assert count is not None
     nothing = count == 0

@@ -149,7 +149,7 @@ def _weighted(loss: Tensor, labels: Labels, options: Options) -> Tensor:
 
 
 def log_probs(logits_NV: Tensor, target_N: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log_prob, entropy and logsumexp, 0 for ignored rows, and argmax, -1 for these."""
+    """Return log_prob, entropy, logsumexp and argmax; ignored rows have 0, 0, 0 and -1."""
     ignored_N, invalid_target_N, class_N = target_classes(target_N, logits_NV.shape[1], options.ignore_index)
     logsumexp_N = logits_NV.logsumexp(1)
     log_prob_NV = logits_NV.log_softmax(1)

@@ -124,7 +124,7 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
             f"reduction={reduction!r}; leave reduction out, or leave normalizer out and divide the result"
         )
     if not isinstance(normalizer, Tensor):
-        if not torch.compiler.is_compiling():  # the check of an integer's bits would compile each value anew
+        if not torch.compiler.is_compiling():  # a look at an integer's bits would compile each value anew
             check_number("normalizer", normalizer)
         if not 0 < normalizer < math.inf:  # type: ignore[operator]
             raise ArgumentError(
