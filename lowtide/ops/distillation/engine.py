@@ -22,7 +22,12 @@ import torch
 from torch import Tensor
 
 from lowtide.core.matmul import Operand, product
-from lowtide.core.pending_gradient import PendingGradient, fp16_scale
+from lowtide.core.pending_gradient import (
+    PendingGradient,
+    fp16_headroom_of_input,
+    fp16_headroom_of_weight,
+    fp16_scale,
+)
 from lowtide.core.strides import copies_rows
 from lowtide.ops.distillation.heads import Heads
 from lowtide.ops.distillation.part_stats import merge_sums
@@ -144,16 +149,20 @@ class DistillationEngine(Engine):
             if scale is not None:
                 self.coef_N, self.factor = self.coef_N * scale, self.factor / scale
 
-        def of(like: Tensor, *shape: int, summed: bool, zero: bool = self.M == 0) -> PendingGradient:
-            # The factor undoes the float16 scale of G, so it needs no headroom of its own.
-            options = {"sum_dtype": self.plan.sum_dtype, "final": self.final, "headroom": 0}
-            return allocate_one(like, shape, self.factor, summed=summed, zero=zero, **options)
+        def of(like: Tensor, *shape: int, summed: bool, **given: Any) -> PendingGradient:
+            options = {"sum_dtype": self.plan.sum_dtype, "final": self.final, "zero": self.M == 0}
+            return allocate_one(like, shape, self.factor, summed=summed, **options | given)
 
+        # G is scaled already, and no rank knows the largest number of a divided weight.
+        of_input: int | Tensor = 0
+        if x.dtype == torch.float16 and self.plan.agreement is None:
+            of_input = fp16_headroom_of_input(w)
+        of_weight = fp16_headroom_of_weight(x) if w.dtype == torch.float16 else 0
         grad_x, grad_w, grad_b = self.plan.needs_grad
         summed = self.plan.weight_gradient == "accumulate"
         return Gradients(
-            (of(x, self.heads.rows, x.shape[-1], summed=False) if grad_x else None,),
-            (of(w, *w.shape, summed=summed) if grad_w else None,),
+            (of(x, self.heads.rows, x.shape[-1], summed=False, headroom=of_input) if grad_x else None,),
+            (of(w, *w.shape, summed=summed, headroom=of_weight) if grad_w else None,),
             of(b, *b.shape, summed=True, zero=True) if grad_b and b is not None else None,
         )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lowtide import distillation
 from tests.ops.distillation import (
     REDUCTIONS,
     check,
@@ -129,3 +130,29 @@ def test_tied_student_gradient_once(device):
     (plain,) = torch.autograd.grad(forward_kl(student, student, teacher, teacher), student)
     (again,) = torch.autograd.grad(forward_kl(student, student, teacher, teacher), student, create_graph=True)
     torch.testing.assert_close(again.detach(), plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["sum", "class blocks"])
+@pytest.mark.parametrize(
+    "divergence", [distillation.forward_kl, distillation.reverse_kl], ids=["forward", "reverse"]
+)
+def test_large_float16_gradients(device, divergence, blocks):
+    """A frequent class, and features whose mean is not 0: sums over all rows beyond float16."""
+    N, D, V = 4096, 32, 256
+    torch.manual_seed(0)
+    x, teacher = ((torch.randn(N, D) + 1).to(device, torch.float16) for _ in range(2))
+    w, teacher_w = ((torch.randn(V, D) / 8).to(device, torch.float16) for _ in range(2))
+    bias, teacher_bias = torch.zeros(2, V, device=device, dtype=torch.float16)
+    bias[3] = teacher_bias[5] = 12
+    room = {"cpu": 300_000, "cuda": 700_000}[device] if blocks else None
+
+    def gradients(dtype, **options):
+        own = [each.to(dtype).requires_grad_() for each in (x, w)]
+        others = teacher.to(dtype), teacher_w.to(dtype)
+        biases = {"student_bias": bias.to(dtype), "teacher_bias": teacher_bias.to(dtype)}
+        loss = divergence(*own, *others, **biases, **options)
+        return torch.autograd.grad(loss, own, loss.new_tensor(4096))  # so that dX has float16's digits
+
+    for found, wanted in zip(gradients(torch.float16, workspace=room), gradients(torch.float64)):
+        error = (found.double() - wanted).norm() / wanted.norm()
+        assert error < 2e-3, error
