@@ -104,6 +104,20 @@ def test_autocast(device, amp, reduction):
         assert norm(result[name] - tensor.float()) <= 4 * torch.finfo(amp).eps * norm(tensor)
 
 
+@pytest.mark.parametrize("amp", HALVES)
+def test_autocast_of_the_definition(device, amp):
+    """A transform runs the definition in chunks, which rounds what the operator rounds."""
+    inputs = make_inputs(device=device)
+    with torch.autocast(device, dtype=amp):
+        loss = fused(inputs, "forward")
+
+        def of_batch(student_input):
+            return fused(replace(inputs, student_input=student_input), "forward")
+
+        batched = torch.func.vmap(of_batch)(inputs.student_input[None])
+    torch.testing.assert_close(batched[0], loss, rtol=1e-5, atol=1e-6)
+
+
 @COMPILED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
