@@ -44,8 +44,8 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import Si
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
 # The gradient of reverse KL with respect to a logit, e^s (s - t - L), may exceed 1. The scale of
-# float16 gradients leaves room for a number this large.
-ROOM = 64
+# float16 gradients leaves room for a number this large, 2^ROOM.
+ROOM = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class DistillationEngine(Engine):
         x, w, b = self.heads.student
         dtypes = {self.options.student_dtype, *(each.dtype for each in (x, w, b) if each is not None)}
         if self.M > 0:
-            scale = fp16_scale(lambda: self.coef_N.abs().amax() * ROOM, dtypes)
+            scale = fp16_scale(lambda: self.coef_N.abs().amax() * 2**ROOM, dtypes)
             if scale is not None:
                 self.coef_N, self.factor = self.coef_N * scale, self.factor / scale
 
@@ -153,11 +153,12 @@ class DistillationEngine(Engine):
             options = {"sum_dtype": self.plan.sum_dtype, "final": self.final, "zero": self.M == 0}
             return allocate_one(like, shape, self.factor, summed=summed, **options | given)
 
-        # G is scaled already, and no rank knows the largest number of a divided weight.
-        of_input: int | Tensor = 0
+        # G leaves 2^ROOM, and no rank knows the largest number of a divided weight.
+        of_input, of_weight = 0, 0
         if x.dtype == torch.float16 and self.plan.agreement is None:
-            of_input = fp16_headroom_of_input(w)
-        of_weight = fp16_headroom_of_weight(x) if w.dtype == torch.float16 else 0
+            of_input = fp16_headroom_of_input(w) - ROOM
+        if w.dtype == torch.float16:
+            of_weight = fp16_headroom_of_weight(x) - ROOM
         grad_x, grad_w, grad_b = self.plan.needs_grad
         summed = self.plan.weight_gradient == "accumulate"
         return Gradients(

@@ -137,13 +137,17 @@ def test_tied_student_gradient_once(device):
     "divergence", [distillation.forward_kl, distillation.reverse_kl], ids=["forward", "reverse"]
 )
 def test_large_float16_gradients(device, divergence, blocks):
-    """A frequent class, and features whose mean is not 0: sums over all rows beyond float16."""
+    """A frequent class, and features whose mean is not 0: sums over all rows beyond float16.
+
+    The row of a rare class keeps its digits beside them.
+    """
     N, D, V = 4096, 32, 256
     torch.manual_seed(0)
     x, teacher = ((torch.randn(N, D) + 1).to(device, torch.float16) for _ in range(2))
     w, teacher_w = ((torch.randn(V, D) / 8).to(device, torch.float16) for _ in range(2))
     bias, teacher_bias = torch.zeros(2, V, device=device, dtype=torch.float16)
     bias[3] = teacher_bias[5] = 12
+    bias[7] = -10
     room = {"cpu": 300_000, "cuda": 700_000}[device] if blocks else None
 
     def gradients(dtype, **options):
@@ -151,8 +155,10 @@ def test_large_float16_gradients(device, divergence, blocks):
         others = teacher.to(dtype), teacher_w.to(dtype)
         biases = {"student_bias": bias.to(dtype), "teacher_bias": teacher_bias.to(dtype)}
         loss = divergence(*own, *others, **biases, **options)
-        return torch.autograd.grad(loss, own, loss.new_tensor(4096))  # so that dX has float16's digits
+        return torch.autograd.grad(loss, own, loss.new_tensor(32768))  # for float16's digits
 
-    for found, wanted in zip(gradients(torch.float16, workspace=room), gradients(torch.float64)):
+    (dx, dw), (wanted_dx, wanted_dw) = gradients(torch.float16, workspace=room), gradients(torch.float64)
+    rows = (dx, wanted_dx, 2e-3), (dw, wanted_dw, 2e-3), (dw[7], wanted_dw[7], 5e-3)
+    for found, wanted, bound in rows:
         error = (found.double() - wanted).norm() / wanted.norm()
-        assert error < 2e-3, error
+        assert error < bound, error
