@@ -2,6 +2,6 @@
 
 Modules, in import order (a module imports only from those above it):
 
-steps     what a recording consists of: allocations, launches, operations of torch
+steps     what a recording consists of: allocations, launches, torch operations, collectives
 recorded  record a function, and run its recordings
 """

@@ -89,6 +89,8 @@ class RecordedFunction:
             try:
                 return recording.run(tensors)
             except Unlike:
+                if recording.speaks:  # to run the function would repeat collectives
+                    raise
                 self.known[likeness] = None
         with torch_private.below_autograd():
             return self.function(*tensors)
@@ -123,6 +125,8 @@ class Recording(NamedTuple):
     memories: int
     results: list[Part | None]
     interpreted: bool
+    speaks: bool
+    """True if there are collectives."""
 
     def run(self, tensors: Results) -> list[Tensor | None]:
         memories: Memories = [*tensors, *(None,) * (self.memories - len(tensors))]
@@ -173,7 +177,8 @@ class _Recorder:
         interpreted = not any(
             isinstance(each, Start) and isinstance(each.kernel, JITFunction) for each in steps
         )
-        return Recording(self._with_last_reads(steps, results), len(self.layouts), results, interpreted)
+        in_order = self._with_last_reads(steps, results)
+        return Recording(in_order, len(self.layouts), results, interpreted, bool(self.begun))
 
     def _add(self, tensor: Tensor | None) -> None:
         if tensor is not None:

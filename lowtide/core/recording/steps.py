@@ -19,7 +19,7 @@ None for those not made yet, or freed already.
 """
 
 
-class Unlike(Exception):
+class Unlike(RuntimeError):
     """Signal that an operation returned another layout than in the rehearsal."""
 
 

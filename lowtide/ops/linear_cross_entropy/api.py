@@ -200,7 +200,9 @@ def linear_cross_entropy(
         CUDA) for each token, feature and class, so that a small call is not cut into single rows
         and classes. On CUDA under autocast it may add up to o N V, where N is below D. As with any
         workspace, it adds packed operands, the float32 sums and copies of further linear terms, and
-        what a K-dimensional loss holds (see `Memory`).
+        what a K-dimensional loss holds (see `Memory`). A rank of a divided head with few tokens
+        adds the rows of dX that the ranks sum, in float32, and as many bytes again: some 50 MiB for
+        1,024 tokens of 4,096 features.
         Where the gradients are large beside the logits (N below about D), this limit is below the
         whole default, and a call may take four products instead of three: pass a workspace for
         speed.

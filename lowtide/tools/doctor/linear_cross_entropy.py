@@ -246,7 +246,7 @@ class AskedLossCall:
         )
 
     def _compared(self) -> int:
-        """Return how many tensors the ranks compare on the device (planning/equal_values.py)."""
+        """Return how many tensors the ranks compare on the device (ranks/equal_values.py)."""
         if self.device == "cpu":
             return 0
         by_row = 0 if self.tokens_sharded else (self.probabilities is None) + self.row_weight

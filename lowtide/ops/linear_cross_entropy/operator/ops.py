@@ -66,6 +66,8 @@ def _operator(name: str, arguments: str) -> Any:
 def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
     parts = parsed(arguments)
     head = parts[0]
+    if head.by_position and parts[-1].sharded:  # each position's plan is agreed on by all ranks
+        return _of_positions(*parts)
     if head.by_position:
         return _compiled_side_by_side(parts[-1], _of_positions, *parts, rehearsal=_of_positions_and_finish)
     return _run(_linear_cross_entropy, _planned(*parts))

@@ -85,8 +85,9 @@ def choose_engine(call: Call) -> Choice:
 def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
     """Return why the engine of float32 logits runs a call of few tokens in place of exponentials.
 
-    That engine must form dW by a single GEMM, too (logits/one_product.py). A divided head forms
-    none so. Its ranks choose by what all of them know, and have tokens and classes of their own.
+    That engine must form dW by a single GEMM, too (logits/one_product.py), which it never does for
+    a divided head. Its ranks choose by what all of them know, and have tokens and classes of their
+    own.
     """
     head, options = call.head, call.options
     if options.sharded or head.by_position or not may_depend_on_tokens(head.tokens):

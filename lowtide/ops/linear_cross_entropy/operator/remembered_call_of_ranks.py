@@ -1,6 +1,6 @@
 """Run a call of a divided head like an earlier one straight by its engine.
 
-The ranks agree anew in each call (planning/agreement.py), since no rank knows what the others call
+The ranks agree anew in each call (ranks/agreement.py), since no rank knows what the others call
 next. As long as all say the same again, the launches and collectives that follow are recorded.
 """
 
@@ -55,6 +55,8 @@ class RememberedCallOfRanks(RememberedCall):
     def gradients_by_row(
         self, tensors: Tensors, kept: Sequence[Tensor | None], grad_output: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
+        if not self.is_current():  # the group has ended since forward
+            return list(self._by_operator(tensors, kept, grad_output))
         which = tuple([each is not None for each in grad_output])
         if which not in self.backward_passes:
             upstream = dict(zip(OF_LOG_PROBS if self.log_probs else OF_LOSSES, which))
@@ -102,7 +104,7 @@ class AgreedPass:
         from lowtide.core.recording.recorded import RecordedFunction  # imports Triton
 
         # All tensors are on one device. If it is not the hosts', they compare none.
-        compared = {} if self.names else self._own(tensors).equal_tensors
+        compared = self._own(tensors).equal_tensors if self.terms.device.type == "cpu" else {}
         found, number = self.terms.agree(compared, partial(self._rows_for, tensors), number)
         known = self.agreed
         if known is None or known[0] is not found:

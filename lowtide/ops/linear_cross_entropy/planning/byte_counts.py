@@ -125,10 +125,11 @@ class ByteCounts:
     """Bytes per token of tile partial sums; freed before the dX GEMM."""
     product: int = 0
     """Bytes per row of the float32 result of the dX GEMM."""
-    exchanged: int = 0
-    """Bytes of what ranks exchange about a chunk of all tokens, and of what lies beside it.
+    beside_one_product: int = 0
+    """Bytes that a rank of a divided head holds beside the exponentials of all tokens.
 
-    That is in half precision, where a single GEMM forms dW: its scaled rows and its target rows.
+    These are the rows of dX that ranks sum, scaled rows, target rows, and gathered statistics. The
+    dense computation has none of them. 0 for one process.
     """
     longest: int = 0
     """Most tokens of a chunk; 0 for no limit."""

@@ -72,7 +72,7 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
 
 def _packed_is_quicker(counts: ByteCounts) -> bool:
     """Return True if chunks with a packed sum take less time than one GEMM over all tokens."""
-    many_of_rank = counts.exchanged > 0 and counts.N * CLASSES_PER_TOKEN > counts.V
+    many_of_rank = counts.beside_one_product > 0 and counts.N * CLASSES_PER_TOKEN > counts.V
     return many_of_rank or (counts.pipelined and counts.N > MOST_TOKENS_OF_ONE_PRODUCT)
 
 

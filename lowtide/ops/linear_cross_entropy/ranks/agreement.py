@@ -127,7 +127,8 @@ class Terms:
             if each["differed"]:  # some hosts know of the difference now, the others soon
                 equal_values.raise_difference(self.group, each["differed"])
         texts = [each["terms"] for each in ranks]
-        if self.known is None or self.known[0] != texts:
+        known = self.known  # read once, for another thread may replace it
+        if known is None or known[0] != texts:
             terms = [json.loads(each) for each in texts]
             messages.check_equal(
                 [each["call"] | its["equal"] | each["equal"] for each, its in zip(ranks, terms)]
@@ -137,7 +138,7 @@ class Terms:
                 self.known = texts, agreement
         else:
             messages.check_equal([each["call"] | each["equal"] for each in ranks])
-            agreement = self.known[1]
+            agreement = known[1]
         return agreement, max(each["count"] for each in ranks)
 
     def _agreement(

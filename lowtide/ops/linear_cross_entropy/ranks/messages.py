@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowtide.core import torch_private
 from lowtide.core.collectives import Group
+from lowtide.core.compile_ahead.notes import in_rehearsal
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 
@@ -76,6 +77,8 @@ def exchange(group: Group, message: dict[str, Any], terms: str = "") -> list[dic
     """
     if group.size == 1:
         return [message | {"terms": terms}]
+    if in_rehearsal():
+        raise RuntimeError("a rehearsal, of which the other ranks know nothing, would speak to them")
     if "error" in message:
         message = {"error": message["error"][: MESSAGE_BYTES // 8]}  # JSON may take six bytes a character
     with torch_private.outside_transforms():

@@ -71,27 +71,33 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-11) -> None:
 
 def positions() -> None:
     """K-dimensional losses, with class indices and probabilities, a mean and its rows."""
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-4)):
+        positions_in(dtype, tolerance)
+
+
+def positions_in(dtype: torch.dtype, tolerance: float) -> None:
     place, P = Place(), 3
     torch.manual_seed(1)
     x, w = torch.randn(N, D).double(), torch.randn(V, P, D).double()
     bias, target = torch.randn(V, P).double(), torch.randint(V, (N, P))
     target[torch.rand(N, P) < 0.2] = -100
     soft = torch.randn(N, V, P).double().softmax(1)
-    for label, cut in ((target, target), (soft, soft[:, place.classes])):
+    for label, cut in ((target, target), (soft, soft[:, place.classes].to(dtype))):
         for reduction in ("mean", "none"):
             leaves = [place.leaf(each) for each in (x, w, bias)]
             logits = torch.einsum("nd,vpd->nvp", leaves[0], leaves[1]) + leaves[2]
             expected = F.cross_entropy(logits, label, reduction=reduction)
             wanted = torch.autograd.grad(expected.square().sum(), leaves)
             own = [place.leaf(x), place.leaf(w, place.classes), place.leaf(bias, place.classes)]
+            own = [place.leaf(each.to(dtype)) for each in own]
             found = lowtide.linear_cross_entropy(
                 own[0], own[1], cut, linear_bias=own[2], reduction=reduction, group=place.group
             )
-            close(found, expected.detach())
-            gradients = torch.autograd.grad(found.square().sum(), own)
-            close(gradients[0], wanted[0])
+            close(found.double(), expected.detach(), tolerance)
+            gradients = [each.double() for each in torch.autograd.grad(found.square().sum(), own)]
+            close(gradients[0], wanted[0], tolerance)
             for each, other in zip(gradients[1:], wanted[1:]):
-                close(place.whole(each), other)
+                close(place.whole(each), other, tolerance)
 
 
 def several_terms() -> None:

@@ -43,7 +43,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) 
     if workspace is not None or dense is None or dense >= most:
         return most
     if counts.one_product_row:
-        dense += BESIDE_ONE_PRODUCT * (counts.N + counts.D + counts.V) + counts.exchanged
+        dense += BESIDE_ONE_PRODUCT * (counts.N + counts.D + counts.V) + counts.beside_one_product
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
     tiling = choose_sizes(limited, counts)
