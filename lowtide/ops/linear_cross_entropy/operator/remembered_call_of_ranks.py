@@ -15,10 +15,7 @@ from torch import Tensor
 from lowtide.core.collectives import group_named
 from lowtide.core.matmul import on_device_of
 from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
-from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
-    call_number,
-    with_number,
-)
+from lowtide.ops.linear_cross_entropy.engines.saved_stats import call_number, with_number
 from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call
 from lowtide.ops.linear_cross_entropy.operator.planner import rows_for
 from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall, strides_of
@@ -95,7 +92,7 @@ class AgreedPass:
         own = self._own(tensors)
         self.terms, self.names = Terms(own), own.compared_on_device
         self.agreed: tuple[Agreement, Any] | None = None
-        """What the ranks agreed on last, and the function for it, recorded."""
+        """Holds what the ranks agreed on last, and the function for it, recorded."""
 
     def run(
         self, tensors: Tensors, likeness: Any, given: Sequence[Tensor | None], number: int | None = None

@@ -24,7 +24,7 @@ class Tiling:
     product_rows: int
     """Most rows of one dX GEMM in the exponentials engine."""
     weight_gradient: WeightGradient
-    """How the first linear term's weight gradient is formed; those of others are accumulated."""
+    """Names the way to form the first term's weight gradient; those of others are accumulated."""
     sum_bits: int
     """Bits per element of a packed sum on CUDA ("packed")."""
     block_rows: int = 0

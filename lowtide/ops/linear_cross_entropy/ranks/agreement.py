@@ -39,7 +39,7 @@ class OwnCall:
     tokens: int
     device: torch.device
     equal: dict[str, Any]
-    """What must be equal on all ranks, by name."""
+    """Holds what must be equal on all ranks, by name."""
     equal_tensors: dict[str, Tensor | None]
     """The tensors whose numbers must be equal on all ranks, by name."""
     rows_for: Callable[[int], int]
@@ -102,7 +102,7 @@ class Terms:
         self.operator = call.operator
         self.text = json.dumps({"equal": equal | call.equal, "own": own, "upstream": upstream})
         self.known: tuple[list[str], Agreement] | None = None
-        """The last texts of all ranks, and what they agreed on."""
+        """Holds the last texts of all ranks, and what they agreed on."""
 
     def agree(
         self,

@@ -28,7 +28,6 @@ SAME_CALLS = (
     "backward moves tensors as well"
 )
 
-
 _count = 0  # calls that agreed or told an error; by it, `telling_errors` knows whether its call did so
 
 

@@ -1,5 +1,7 @@
-"""What test_recorded_calls_of_ranks.py runs as several processes: a divided call that is recorded
-has the bits of the call that was not. Each scenario asserts what it finds, on every rank.
+"""Define what test_recorded_calls_of_ranks.py runs as several processes.
+
+A divided call that is recorded has the bits of the call that was not. Each scenario asserts what it
+finds, on every rank.
 
 Shapes: N tokens of a rank, D features, V classes of all ranks.
 """

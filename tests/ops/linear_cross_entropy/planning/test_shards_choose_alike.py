@@ -72,7 +72,7 @@ def test_one_engine(device, options):
 
 
 def test_few_replicated_tokens_take_a_single_product(device):
-    """Where ranks agree on a chunk of all tokens, and tokens are few beside a rank's classes."""
+    """A rank takes it if all agree on one chunk, and tokens are few beside its own classes."""
     place = {"group": "g", "ranks": 2, "num_classes": V}
     for N, few in ((64, True), (1024, True), (4096, False)):
         plan = plan_of(device, N, V // 2, **place)
