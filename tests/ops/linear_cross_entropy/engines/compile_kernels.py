@@ -500,8 +500,13 @@ BUILDS = {
     ),
     "targets in order": Build(
         "ops.linear_cross_entropy.engines.exponentials.target_order", "_order_kernel",
-        {"target_N_ptr": I64, "ignored_N_ptr": "*i1", "class_N_ptr": I64, "order_N_ptr": I64,
-         **dict.fromkeys(("N", "V", "chunk"), I32), "BLOCK": 32, "WIDTH": 128}, warps=4,
+        {"target_N_ptr": I64, "ignored_N_ptr": "*i1", "class_N_ptr": I32_PTR, "order_N_ptr": I64,
+         **dict.fromkeys(("N", "first_class", "V", "chunk"), I32), "BLOCK": 8, "WIDTH": 512}, warps=4,
+    ),
+    "keys of targets": Build(
+        "ops.linear_cross_entropy.engines.exponentials.target_order", "_key_kernel",
+        {"target_N_ptr": I64, "ignored_N_ptr": "*i1", "key_N_ptr": I32_PTR,
+         **dict.fromkeys(("N", "first_class", "V", "chunk"), I32), "BLOCK": 512}, warps=4,
     ),
     "first references of ranks": Build(
         "ops.linear_cross_entropy.engines.excluded_part_stats_triton", "_first_references_kernel",

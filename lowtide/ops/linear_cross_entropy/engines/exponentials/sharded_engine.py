@@ -240,6 +240,5 @@ class ShardedExponentialsEngine(ExponentialsEngine):
 
     def _sorted_targets(self, rows: int) -> Targets:
         """Sort the targets of each chunk; those on other ranks come last, like ignored ones."""
-        place_N = self.rows.target_N - self.first_class
-        elsewhere_N = self.rows.ignored_N | (place_N < 0) | (place_N >= self.V)
-        return sorted_targets(place_N.masked_fill_(elsewhere_N, 0), elsewhere_N, self.V, rows)
+        of_rows = self.rows.target_N, self.rows.ignored_N
+        return sorted_targets(*of_rows, self.V, rows, first_class=self.first_class)

@@ -26,10 +26,18 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.row_kernels import
 
 
 @triton.jit
+def _row_and_next_class(class_N_ptr, order_N_ptr, first, N):
+    """Return the row at place `first` of the order, and the class of the next place."""
+    return tl.load(order_N_ptr + first).to(tl.int64), tl.load(class_N_ptr + tl.minimum(first + 1, N - 1))
+
+
+@triton.jit
 def _with_target_rows(
     sum_d,
     target,
     first,
+    row,
+    after,
     columns,
     x_ptr,
     target_weight_coef_N_ptr,
@@ -45,10 +53,9 @@ def _with_target_rows(
 ):
     """Return sum_d plus factor target_weight_coef[n] x[n] of all rows n with that target.
 
-    The target's rows begin at place `first` of order_N. They are added in that order, so the result
-    has the same bits every time.
+    The target's rows begin with `row`, at place `first` of order_N; `after` is the class of the
+    next place. They are added in that order, so the result has the same bits every time.
     """
-    row = tl.load(order_N_ptr + first).to(tl.int64)
     x_d = tl.load(
         x_ptr + row // inner * outer_stride + row % inner * inner_stride + columns,
         mask=columns < D,
@@ -56,25 +63,33 @@ def _with_target_rows(
     )
     sum_d += tl.load(target_weight_coef_N_ptr + row) * factor * x_d.to(tl.float32)
     # Most targets have a single row. A frequent class may have thousands, added BLOCK_N at a time.
-    start = first + 1
-    after = tl.load(class_N_ptr + tl.minimum(start, N - 1))
-    same = ((start < N) & (after == target)).to(tl.int32)
-    while same > 0:
-        place_n = start + tl.arange(0, BLOCK_N)
-        same_n = (place_n < N) & (tl.load(class_N_ptr + place_n, mask=place_n < N, other=-1) == target)
-        row_n = tl.load(order_N_ptr + place_n, mask=same_n, other=0).to(tl.int64)
-        coef_n = tl.load(target_weight_coef_N_ptr + row_n, mask=same_n, other=0.0) * factor
-        x_nd = tl.load(
-            x_ptr
-            + (row_n // inner * outer_stride + row_n % inner * inner_stride)[:, None]
-            + columns[None, :],
-            mask=same_n[:, None] & (columns[None, :] < D),
-            other=0.0,
-        )
-        sum_d += tl.sum(coef_n[:, None] * x_nd.to(tl.float32), 0)
-        start += BLOCK_N
-        same = tl.min(same_n.to(tl.int32), 0)
+    # The numbers of the next rows are read before these rows are waited for.
+    if (first + 1 < N) & (after == target):
+        place_n = first + 1 + tl.arange(0, BLOCK_N)
+        same_n, row_n = _rows_of(target, place_n, class_N_ptr, order_N_ptr, N)
+        same = 1
+        while same > 0:
+            coef_n = tl.load(target_weight_coef_N_ptr + row_n, mask=same_n, other=0.0) * factor
+            x_nd = tl.load(
+                x_ptr
+                + (row_n // inner * outer_stride + row_n % inner * inner_stride)[:, None]
+                + columns[None, :],
+                mask=same_n[:, None] & (columns[None, :] < D),
+                other=0.0,
+            )
+            place_n += BLOCK_N
+            same_n, row_n = _rows_of(target, place_n, class_N_ptr, order_N_ptr, N)
+            same = tl.max(same_n.to(tl.int32), 0)
+            sum_d += tl.sum(coef_n[:, None] * x_nd.to(tl.float32), 0)
     return sum_d
+
+
+@triton.jit
+def _rows_of(target, place_n, class_N_ptr, order_N_ptr, N):
+    """Return whether each place has this target, and its row."""
+    class_n = tl.load(class_N_ptr + place_n, mask=place_n < N, other=-1)
+    row_n = tl.load(order_N_ptr + place_n, mask=place_n < N, other=0).to(tl.int64)
+    return class_n == target, row_n
 
 
 @remember_launches
@@ -109,6 +124,8 @@ def _add_target_rows_kernel(
     first = first_target + tl.program_id(0)
     target = tl.load(class_N_ptr + first)
     before = tl.load(class_N_ptr + tl.maximum(first - 1, 0))
+    # These are loaded before the branch, so that the program waits for memory once.
+    row, after = _row_and_next_class(class_N_ptr, order_N_ptr, first, N)
     head = (first == 0) | (before != target)
     if head & (target < V):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -125,8 +142,9 @@ def _add_target_rows_kernel(
             even_p, odd_p = load_pairs(pair_ptr, low_ptr, pairs < D // 2)
             sum_d = tl.interleave(even_p, odd_p)
         sum_d = _with_target_rows(
-            sum_d, target, first, columns, x_ptr, target_weight_coef_N_ptr, factor_or_one(factor_ptr),
-            class_N_ptr, order_N_ptr, outer_stride, inner_stride, inner, N, D, BLOCK_N,
+            sum_d, target, first, row, after, columns, x_ptr, target_weight_coef_N_ptr,
+            factor_or_one(factor_ptr), class_N_ptr, order_N_ptr, outer_stride, inner_stride, inner, N, D,
+            BLOCK_N,
         )  # fmt: skip
         if low_VP_ptr is None:
             tl.store(sum_VD_ptr + place, sum_d.to(sum_VD_ptr.dtype.element_ty), mask=columns < D)
@@ -172,9 +190,10 @@ def _round_block_kernel(
     sum_d = tl.load(sum_BD_ptr + place, mask=columns < D, other=0.0)
     first = tl.load(first_V_ptr + target)
     if first < N:
+        row, after = _row_and_next_class(class_N_ptr, order_N_ptr, first, N)
         sum_d = _with_target_rows(
-            sum_d, target, first, columns, x_ptr, target_weight_coef_N_ptr, 1.0, class_N_ptr, order_N_ptr,
-            outer_stride, inner_stride, inner, N, D, BLOCK_N,
+            sum_d, target, first, row, after, columns, x_ptr, target_weight_coef_N_ptr, 1.0, class_N_ptr,
+            order_N_ptr, outer_stride, inner_stride, inner, N, D, BLOCK_N,
         )  # fmt: skip
     if smoothing_row_D_ptr is not None:
         smoothing_d = tl.load(smoothing_row_D_ptr + columns, mask=columns < D, other=0.0)
@@ -206,6 +225,8 @@ def add_target_rows(
     """
     N, D = class_N.shape[0], x.shape[-1]
     T = N if sums_TD is None else sums_TD.shape[0]
+    # With more rows at a time, registers leave too few programs to hide the wait for memory. With
+    # fewer, a frequent class takes longer (decision 0074).
     block = min(512, block_width(D))
     _add_target_rows_kernel[(T, cdiv(D, block))](
         x,
@@ -221,8 +242,9 @@ def add_target_rows(
         D,
         first_target,
         sum_VD.shape[0],
-        BLOCK_N=16,
+        BLOCK_N=8,
         BLOCK=block,
+        num_warps=2,
     )
 
 

@@ -1,6 +1,8 @@
 """Sums of tiles are put together (recompute.py, row_math_triton.py), and targets are put in order:
 on a card as it is, on the CPU through the interpreter."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -76,22 +78,29 @@ def test_infinite_rows(device, T, C, logit):
         assert marks.tolist() == (marked_tiles(C) if infinite else [0] * len(marks))
 
 
-@pytest.mark.parametrize(("N", "rows"), [(1, 1), (300, 300), (300, 1000), (301, 100), (131, 33), (0, 0)])
-def test_targets_in_order(device, monkeypatch, N, rows):
-    """Counting gives what torch's sort does, in each chunk."""
-    V = 40
-    target_N = torch.randint(V, (N,), device=device)
+@pytest.mark.parametrize("first_class", [0, 13])
+@pytest.mark.parametrize(
+    ("N", "rows", "V"),
+    [(1, 1, 40), (300, 300, 40), (300, 1000, 40), (301, 100, 40), (131, 33, 40), (0, 0, 40), (700, 600, 40),
+     (5, 2, 2**30)],
+)  # fmt: skip
+def test_targets_in_order(device, monkeypatch, N, rows, V, first_class):
+    """Counting gives what torch's sort does in each chunk; keys of many classes have 64 bits."""
+    target_N = torch.randint(min(V, 60), (N,), device=device)
     ignored_N = torch.rand(N, device=device) < 0.2
-    counted = target_order.sorted_targets(target_N, ignored_N, V, rows)
+    sort = partial(target_order.sorted_targets, target_N, ignored_N, V, rows, first_class=first_class)
+    counted = sort()
     monkeypatch.setattr(target_order, "COUNTED_ROWS", 0)
-    by_torch = target_order.sorted_targets(target_N, ignored_N, V, rows)
-    class_N = torch.where(ignored_N, V, target_N)
+    by_torch = sort()
+    class_N = target_N - first_class
+    class_N = torch.where(ignored_N | (class_N < 0) | (class_N >= V), V, class_N)
     for found in (counted, by_torch):
+        assert found[0].dtype == (torch.int32 if V == 40 else torch.int64)
         for start in range(0, N, max(rows, 1)):
             chunk = slice(start, start + rows)
             order = sorted(range(start, min(start + rows, N)), key=lambda n: int(class_N[n]))
             assert found[1][chunk].tolist() == order
-            assert torch.equal(found[0][chunk], class_N[order])
+            assert torch.equal(found[0][chunk], class_N[order].to(found[0].dtype))
 
 
 @triton.jit
