@@ -16,7 +16,6 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import (
     recompute,
     row_coefficients,
     row_log_probs,
-    spec,
 )
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
@@ -26,7 +25,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     target_rows,
 )
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.planning import memory_model, requirements
+from lowtide.ops.linear_cross_entropy.planning import byte_counts, memory_model, requirements, weight_gradient
 from tests.support.loss import Inputs, check, differentiate, fused, make_inputs, planned
 
 
@@ -48,8 +47,7 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (matmul, memory_model):
         monkeypatch.setattr(module, "PRODUCT_ROWS", 16)
     monkeypatch.setattr(requirements, "SECOND_FEATURES", 16)
-    monkeypatch.setattr(accumulators, "TARGETS", 16)
-    monkeypatch.setattr(spec, "TARGETS", 16)
+    monkeypatch.setattr(byte_counts, "TARGETS", 16)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(packed_triton, name, size)
     for name, size in (("BLOCK_C", 16), ("BLOCK_D", 32), ("BLOCK_V", 16)):
@@ -92,9 +90,15 @@ def silent(device, everywhere, monkeypatch):
         monkeypatch.setattr(tiles, name, size)
 
 
+def tokens_are_few(monkeypatch, few: bool) -> None:
+    """Let any number of tokens be few enough for a single GEMM, or none."""
+    monkeypatch.setattr(planner, "FEWEST_CLASSES_PER_TOKEN", 0 if few else 1 << 20)
+    monkeypatch.setattr(weight_gradient, "CLASSES_PER_TOKEN", 0)
+
+
 def kept_plans(monkeypatch, *, few_tokens: bool) -> list:
     """The arguments of each plan that is made, and the plan; any number of tokens is few."""
-    monkeypatch.setattr(planner, "CLASSES_PER_TOKEN", 0 if few_tokens else 1 << 20)
+    tokens_are_few(monkeypatch, few_tokens)
     make, found = planner.make_plan, []
 
     def kept(*arguments):

@@ -28,7 +28,7 @@ from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine,
 from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     CLASSES_PER_TOKEN,
-    CLASSES_PER_TOKEN_OF_RANK,
+    FEWEST_CLASSES_PER_TOKEN,
     choose_weight_gradient,
 )
 
@@ -75,7 +75,7 @@ def choose_engine(call: Call) -> Choice:
         if reason is None:
             break
         reasons[engine] = reason
-    chosen = Choice(engine, few_tokens(head, options), dense_workspace(call), reasons)
+    chosen = Choice(engine, few_tokens(head), dense_workspace(call), reasons)
     slower = _slower_than_logits(call, chosen) if engine == "exponentials" else None
     if slower is None:
         return chosen
@@ -87,7 +87,8 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
 
     That engine must form dW by a single GEMM, too (logits/one_product.py), which it never does for
     a divided head. Its ranks choose by what all of them know, and have tokens and classes of their
-    own.
+    own. With few classes per token its dW is less exact, because it rounds the gradient of a
+    target's logit, about -1, to bfloat16. So there it runs only in place of class blocks.
     """
     head, options = call.head, call.options
     if options.sharded or head.by_position or not may_depend_on_tokens(head.tokens):
@@ -103,13 +104,14 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
 
 
 def _few_tokens_seconds(call: Call) -> float | None:
-    """Return the predicted seconds of a call; None if it does not fit, or forms dW otherwise."""
+    """Return the predicted seconds of a call; None if the engine's way is not to be compared."""
     engine = call.options.engine
     _, workspace, counts = _memory(call)
     if workspace < counts.smallest_workspace:
         return None
     tiling = sizes.choose_sizes(workspace, counts)
-    if engine == "logits_triton" and tiling.weight_gradient != "single_product":
+    way, many = tiling.weight_gradient, counts.N * CLASSES_PER_TOKEN > counts.V
+    if way != "single_product" if engine == "logits_triton" else many and way != "class_blocks":
         return None
     chunks = logits.chunks_in_gradient(counts.N, counts.D, counts.V, counts.device)
     return few_tokens_seconds(engine, counts, tiling, chunks)
@@ -123,10 +125,9 @@ def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Optio
     )
 
 
-def few_tokens(head: Head, options: Options) -> bool:
+def few_tokens(head: Head) -> bool:
     """Return True if a single GEMM over all tokens may form a weight gradient."""
-    per_token = CLASSES_PER_TOKEN_OF_RANK if options.sharded else CLASSES_PER_TOKEN
-    return may_depend_on_tokens(head.tokens) and head.tokens * per_token <= head.classes
+    return may_depend_on_tokens(head.tokens) and head.tokens * FEWEST_CLASSES_PER_TOKEN <= head.classes
 
 
 def readable(head: Head, options: Options, call_kind: CallKind) -> Head:
@@ -236,7 +237,10 @@ def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
         assert spec.shard_token_bytes is not None
         token_bytes = spec.shard_token_bytes(call, counts)
         counts = with_shard(counts, options.shard, options.sum_dtype, call.features, token_bytes)
-    workspace = granted_bytes(options.workspace, options.dense, counts)
-    if PRODUCT_PART * counts.product_rows * counts.product > workspace:
+    workspace = granted_bytes(options.workspace, options.dense, counts, divided=options.sharded)
+    small = counts.with_small_products()
+    if options.few_tokens and small.one_chunk <= workspace < counts.one_chunk:
+        counts = small
+    elif PRODUCT_PART * counts.product_rows * counts.product > workspace:
         counts = replace(counts, product_rows=counts.product_rows // 2)
     return access, workspace, counts

@@ -11,13 +11,28 @@
 Shapes: N tokens, D features, V classes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Tensor-core tiles are 128 rows high. The height of the CPU's row block matters less.
 ROW_TILE = {"cpu": 8, "cuda": 128}
 
-# Target classes whose rows of the gradient are formed at a time with a single GEMM over all tokens.
-TARGETS = 512  # decision 0016
+# Most target classes whose rows of the gradient are formed at a time with a single GEMM over all
+# tokens, and the most bytes that these take.
+TARGETS, TARGETS_BYTES = 512, 1 << 24  # decisions 0016 and 0074
+
+
+# A product of rows of dX that is to be small takes at most so many bytes: its GEMM then has about
+# one tile of the result for each multiprocessor. It has at least so many rows; with fewer, reading
+# the weight takes longer than the GEMM.
+PRODUCT_BYTES, FEWEST_PRODUCT_ROWS = 18 << 20, 256  # decision 0074
+
+
+def targets_at_once(N: int, D: int) -> int:
+    """Return how many target classes' rows of the gradient are formed at a time.
+
+    Each takes a row [D] in float32 and a column [N] of exponentials in bfloat16.
+    """
+    return max(1, min(TARGETS, N, TARGETS_BYTES // (2 * N + 4 * D)))
 
 
 def padded(columns: int, multiple: int = 8) -> int:
@@ -125,12 +140,6 @@ class ByteCounts:
     """Bytes per token of tile partial sums; freed before the dX GEMM."""
     product: int = 0
     """Bytes per row of the float32 result of the dX GEMM."""
-    beside_one_product: int = 0
-    """Bytes that a rank of a divided head holds beside the exponentials of all tokens.
-
-    These are the rows of dX that ranks sum, scaled rows, target rows, and gathered statistics. The
-    dense computation has none of them. 0 for one process.
-    """
     longest: int = 0
     """Most tokens of a chunk; 0 for no limit."""
     pipelined: bool = False
@@ -155,6 +164,19 @@ class ByteCounts:
         The gradient rows of target classes are formed before the dX GEMM, in the same memory.
         """
         return self.N * self.one_product_row + max(self.shared_buffer_bytes(self.N), self.target_rows_bytes)
+
+    @property
+    def one_chunk(self) -> int:
+        """Return the bytes of a call with one chunk of all tokens, and no sum for dW."""
+        chunk = self.single_product() if self.one_product_row else self.chunk(self.N)
+        return self.fixed + self.smallest_copy + chunk
+
+    def with_small_products(self) -> "ByteCounts":
+        """Return the counts with fewer rows per dX GEMM, if its result would take much memory."""
+        rows = self.product_rows
+        while rows * self.product > PRODUCT_BYTES and rows > FEWEST_PRODUCT_ROWS:
+            rows //= 2
+        return replace(self, product_rows=rows)
 
     def shared_buffer_bytes(self, rows: int) -> int:
         """Return the bytes of the buffer that tile partial sums and then dX GEMMs share."""

@@ -42,12 +42,10 @@ def with_shard(
     if shard.tokens_sharded:
         gathered += 3 * sum(features) * sum_dtype.itemsize
     token_bytes += gathered
-    of_row = gathered + counts.product + 2 * sum(features)  # a single GEMM has operands in bfloat16
     one_product = counts.one_product_row and not shard.tokens_sharded
     return replace(
         counts,
         token_bytes=token_bytes,
-        beside_one_product=counts.N * of_row + counts.target_rows_bytes,
         weight_sum=0 if shard.tokens_sharded else counts.weight_sum,
         one_product_row=token_bytes if one_product else 0,
         target_rows_bytes=counts.target_rows_bytes if one_product else 0,

@@ -16,12 +16,11 @@ instead: as exact, at the price of one more GEMM.
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
 
-# A single GEMM over all tokens forms the rows of the target classes again. This pays from so many
-# classes per token on.
+# A single GEMM over all tokens forms the rows of the target classes again. From so many classes per
+# token on this takes less time than a sum. From the fewest on it takes less than class blocks,
+# which compute all logits again, so it is taken where no sum fits.
 CLASSES_PER_TOKEN = 16  # decision 0016
-# On a rank of a divided head it pays from fewer on, where only class blocks would fit instead: they
-# compute all logits again.
-CLASSES_PER_TOKEN_OF_RANK = 4  # decision 0073
+FEWEST_CLASSES_PER_TOKEN = 4  # decisions 0073 and 0074
 
 # With more tokens, two chunks with a packed sum on the Gluon pipeline take as long as one GEMM over
 # all tokens, and a quarter to a third less memory: few rows of targets are formed again, and the
@@ -59,7 +58,7 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
     fits_packed = counts.packed_sum > 0 and room >= counts.packed_sum + counts.chunk(ENOUGH_ROWS)
     packs = counts.pipelined and fits_packed
     one_product = counts.one_product_row and room >= counts.single_product()
-    if one_product and not (fits_packed and _packed_is_quicker(counts)):
+    if one_product and not _sum_is_quicker(counts):
         return "single_product"
     if packs:
         return "packed"
@@ -67,13 +66,16 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
     if room >= counts.weight_sum + counts.chunk(fewest_of_sum):
         return "accumulate"
     packed = counts.packed_bytes(20)
-    return "packed" if packed and room >= packed + counts.chunk(fewest) else "class_blocks"
+    if packed and room >= packed + counts.chunk(fewest):
+        return "packed"
+    return "single_product" if one_product else "class_blocks"
 
 
-def _packed_is_quicker(counts: ByteCounts) -> bool:
-    """Return True if chunks with a packed sum take less time than one GEMM over all tokens."""
-    many_of_rank = counts.beside_one_product > 0 and counts.N * CLASSES_PER_TOKEN > counts.V
-    return many_of_rank or (counts.pipelined and counts.N > MOST_TOKENS_OF_ONE_PRODUCT)
+def _sum_is_quicker(counts: ByteCounts) -> bool:
+    """Return True if chunks with a sum take less time than one GEMM over all tokens."""
+    if counts.target_rows_bytes and counts.N * CLASSES_PER_TOKEN > counts.V:
+        return True
+    return counts.pipelined and counts.N > MOST_TOKENS_OF_ONE_PRODUCT
 
 
 def choose_sum_bits(free: int, counts: ByteCounts) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.operator import ops
-from lowtide.ops.linear_cross_entropy.planning.weight_gradient import CLASSES_PER_TOKEN_OF_RANK
+from lowtide.ops.linear_cross_entropy.planning.weight_gradient import FEWEST_CLASSES_PER_TOKEN
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_modes import Place, counted
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import running_on
 from tests.support.ranks import DEVICE
@@ -270,7 +270,7 @@ def few_tokens(engine: str) -> None:
             loss.backward()
         assert len(engines) == 1, engines
         case.check((loss.detach(), [x.grad, case.place.whole(w.grad)]), truth)
-        few = w.shape[0] >= 8 * CLASSES_PER_TOKEN_OF_RANK
+        few = w.shape[0] >= 8 * FEWEST_CLASSES_PER_TOKEN
         expected = engines["exponentials"] and few and workspaces == (None, None)
         assert len(counted) == expected, (first, workspaces, counted)
 

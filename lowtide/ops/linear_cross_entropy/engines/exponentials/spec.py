@@ -7,7 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, TARGETS, ByteCounts, ClassBlocks
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
+    ROW_TILE,
+    ByteCounts,
+    ClassBlocks,
+    targets_at_once,
+)
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
 from lowtide.ops.linear_cross_entropy.planning.memory_model import (
@@ -66,7 +71,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
     is_bfloat16 = call.head.weights[0].dtype == torch.bfloat16
     if is_bfloat16 and call.options.few_tokens and not call.options.label_smoothing:
         one_product_row = counts.token_bytes
-        target_rows_bytes = min(TARGETS, call.N) * (call.N * size + call.D * sum_size)
+        target_rows_bytes = targets_at_once(call.N, call.D) * (call.N * size + call.D * sum_size)
     return replace(
         with_packed_sum(counts, call),
         fixed=fixed,

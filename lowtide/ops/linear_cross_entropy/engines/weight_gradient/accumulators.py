@@ -28,7 +28,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     packed_triton,
     target_rows,
 )
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import targets_at_once
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import OWN, SECONDS
 
 # What a sum over ranks takes beside a product (decision 0072): blocks of its kernel, and bytes a
@@ -144,11 +144,12 @@ class RoundedProduct:
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
         exp_NV, x_ND = self.operands
         del self.operands
-        targets = min(TARGETS, class_N.shape[0])
-        sum_TD = torch.empty(targets, x_ND.shape[1], dtype=coef_N.dtype, device=coef_N.device)
-        for start in range(0, class_N.shape[0], TARGETS):
+        N, D, V = class_N.shape[0], x_ND.shape[1], exp_NV.shape[1]
+        targets = targets_at_once(N, D)
+        sum_TD = torch.empty(targets, D, dtype=coef_N.dtype, device=coef_N.device)
+        for start in range(0, N, targets):
             # Ignored rows have class V.
-            class_T = class_N[start : start + TARGETS].clamp(max=exp_NV.shape[1] - 1)
+            class_T = class_N[start : start + targets].clamp(max=V - 1)
             T = class_T.shape[0]
             product(sum_TD[:T], exp_NV.index_select(1, class_T).t(), x_ND)
             target_rows.add_target_rows(

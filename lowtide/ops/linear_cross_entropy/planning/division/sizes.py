@@ -34,19 +34,21 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
     free = workspace - counts.fixed
     way, bits = choose_weight_gradient(workspace, counts), choose_sum_bits(free, counts)
     if counts.device == "cuda" and counts.class_blocks is not None and way in ("packed", "class_blocks"):
-        return min(_packed_or_blocks(free, counts, bits), key=functools.partial(step_seconds, counts))
+        return min(_without_float32_sum(free, counts, bits), key=functools.partial(step_seconds, counts))
     tiling = _sizes(free, counts, way, bits)
     if counts.device == "cuda" and tiling.rows < min(counts.N, fewest_rows(counts, way, bits)):
         return _sizes(free, counts, "class_blocks", bits)
     return tiling
 
 
-def _packed_or_blocks(free: int, counts: ByteCounts, bits: int) -> Iterator[Tiling]:
-    """Yield the sizes with a packed sum, if it leaves enough rows, and those with class blocks."""
+def _without_float32_sum(free: int, counts: ByteCounts, bits: int) -> Iterator[Tiling]:
+    """Yield the sizes of each way to form dW that fits, but for a float32 sum."""
     packed = counts.packed_bytes(bits)
     fewest = max(fewest_rows(counts, "packed", bits), ROW_TILE[counts.device])
     if packed and counts.most_rows(free - packed) >= min(counts.N, fewest):
         yield _sizes(free, counts, "packed", bits)
+    if counts.one_product_row and free >= counts.smallest_copy + counts.single_product():
+        yield _sizes(free, counts, "single_product", bits)
     yield _sizes(free, counts, "class_blocks", bits)
 
 

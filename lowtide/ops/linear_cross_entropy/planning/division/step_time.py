@@ -4,7 +4,7 @@ Shapes: N tokens, D features, V classes.
 """
 
 from lowtide.core.kernels.backend import is_large_gemm
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import TARGETS, ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, targets_at_once
 from lowtide.ops.linear_cross_entropy.planning.division import class_blocks, cost_model
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_bytes
@@ -43,7 +43,8 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
         dw = cost_model.packed_seconds(V, D, rows, added, pipelined=pipelined)
     elif way == "single_product":
         dw = cost_model.product_seconds(V, D, rows, 2 * V * D)
-        dw += -(-N // TARGETS) * cost_model.product_seconds(TARGETS, D, N, 4 * TARGETS * D)
+        targets = targets_at_once(N, D)
+        dw += -(-N // targets) * cost_model.product_seconds(targets, D, N, 4 * targets * D)
     else:
         dw = cost_model.product_seconds(V, D, rows, 2 * added)
     return logits + dx + dw
@@ -69,7 +70,9 @@ def few_tokens_seconds(engine: str, counts: ByteCounts, tiling: Tiling, chunks: 
     `chunks` times.
     """
     N, V, D, host = counts.N, counts.V, counts.D, HOST[engine]
-    if engine == "exponentials":
+    if tiling.weight_gradient == "class_blocks":
+        card = step_seconds(counts, tiling)
+    elif engine == "exponentials":
         card = chunk_seconds(counts, N, tiling.weight_gradient, tiling.sum_bits, tiling.product_rows)
     else:
         gemms = ((N, V, D, 4 * N * V), (N, D, V, 2 * N * D), (V, D, N, 2 * V * D))

@@ -1,12 +1,13 @@
 """Tell how many bytes a call may use: the workspace that was asked for, or else the default.
 
 The default is no more than the dense computation would hold, unless this leaves room for too few
-rows or classes at a time.
+rows or classes at a time, or for no single GEMM of few tokens.
 """
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
+from lowtide.ops.linear_cross_entropy.planning.weight_gradient import FEWEST_CLASSES_PER_TOKEN
 
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
@@ -19,11 +20,8 @@ LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
 # time. Such a plan was 10 to 100 times slower on the CPU. With ROOM a call takes at most 1.5 times
 # as long as with the whole default.
 ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 16 * MIB}, 32, 64, 128
-# Bytes per token, per feature and per class that are added to those of the dense computation if dW
-# may be a single GEMM over all tokens. With few tokens and a large weight gradient, the dense
-# computation may hold only one half-precision tensor of the logits' size beside its gradients. The
-# call with the single GEMM holds such a tensor too, and these bytes beside it.
-BESIDE_ONE_PRODUCT = 256
+# Bytes per token, per feature and per class of the vectors that a call holds.
+BESIDE = 256
 
 
 def workspace_bytes(workspace: int | None, device: str, beside: int = 0) -> int:
@@ -31,19 +29,33 @@ def workspace_bytes(workspace: int | None, device: str, beside: int = 0) -> int:
     return DEFAULT_WORKSPACE[device] + beside if workspace is None else workspace
 
 
-def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts) -> int:
+def granted_bytes(
+    workspace: int | None, dense: int | None, counts: ByteCounts, *, divided: bool = False
+) -> int:
     """Return the workspace of a call.
 
     To the default are added the bytes of further linear terms and, on CUDA, those of the float32
     sum of dW. If the bytes of the dense computation are known, they limit the result, unless this
     leaves room for too few rows or classes at a time.
+
+    With few tokens and a large weight gradient, the dense computation may hold only one
+    half-precision tensor of the logits' size beside its gradients. A chunk of all tokens holds such
+    a tensor too, and some rows in float32 beside it. These are granted (decision 0074), because
+    smaller chunks and other ways to form dW take several times as long. They take little memory,
+    except on a rank of a divided head, which holds all rows of dX in float32.
     """
     beside = counts.further_terms + (counts.weight_sum if counts.device == "cuda" else 0)
     most = workspace_bytes(workspace, counts.device, beside)
     if workspace is not None or dense is None or dense >= most:
         return most
-    if counts.one_product_row:
-        dense += BESIDE_ONE_PRODUCT * (counts.N + counts.D + counts.V) + counts.beside_one_product
+    if counts.device == "cuda" and counts.N * FEWEST_CLASSES_PER_TOKEN <= counts.V:
+        one_chunk = counts.with_small_products().one_chunk
+        # Rows of X are scaled for a single GEMM.
+        scaled_rows = 2 * counts.N * counts.D if counts.one_product_row else 0
+        beside = ROOM["cuda"] + BESIDE * (counts.N + counts.D + counts.V) + scaled_rows
+        has_one_chunk = counts.one_product_row or not counts.weight_sum
+        if has_one_chunk and (divided or one_chunk <= dense + beside):
+            dense = max(dense, one_chunk)
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
     tiling = choose_sizes(limited, counts)

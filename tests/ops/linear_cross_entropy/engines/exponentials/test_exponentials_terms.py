@@ -23,15 +23,21 @@ from tests.support.loss import (
 pytest.importorskip("triton")
 
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy, log_probs
 from lowtide.ops.linear_cross_entropy.engines.exponentials import engine
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators
 from lowtide.ops.linear_cross_entropy.operator import planner as plan
-from lowtide.ops.linear_cross_entropy.planning import requirements
+from lowtide.ops.linear_cross_entropy.planning import byte_counts, requirements
 from tests.ops.linear_cross_entropy.engines.exponentials.test_exponentials import OPTIONS
-from tests.ops.linear_cross_entropy.on_exponentials import dtype_on, everywhere, run, with_options  # noqa: F401
+from tests.ops.linear_cross_entropy.on_exponentials import (  # noqa: F401
+    dtype_on,
+    everywhere,
+    run,
+    tokens_are_few,
+    with_options,
+)
 from tests.ops.linear_cross_entropy.options.test_several_terms import in_terms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -42,7 +48,7 @@ ROOM = 1 << 24  # for a single GEMM; by default a call so small may hold no more
 @pytest.fixture(autouse=True)
 def any_number_of_tokens(everywhere, monkeypatch):  # noqa: F811
     """Is few."""
-    monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", 0)
+    tokens_are_few(monkeypatch, True)
 
 
 @pytest.fixture
@@ -179,7 +185,7 @@ def test_single_product_few_targets(device, monkeypatch):
     """Where there are many, most of the weight's gradient would be formed twice."""
     inputs = make_inputs(40, 24, 101, device=device, dtype=torch.bfloat16)
     for classes, kind in ((2, "single_product"), (3, "accumulate")):
-        monkeypatch.setattr(plan, "CLASSES_PER_TOKEN", classes)
+        monkeypatch.setattr(plan, "FEWEST_CLASSES_PER_TOKEN", classes)
         assert planned(inputs, ROOM, backend="triton").weight_gradient == kind
 
 
@@ -190,7 +196,7 @@ def test_target_blocks_same_bits(device, monkeypatch):
         inputs.target[10:60] = 33
     found = []
     for targets in (7, 90):
-        monkeypatch.setattr(accumulators, "TARGETS", targets)
+        monkeypatch.setattr(byte_counts, "TARGETS", targets)
         found.append(differentiate(in_terms(cross_entropy, (24,)), inputs, backend="triton"))
     for name in found[0]:
         torch.testing.assert_close(found[0][name], found[1][name], rtol=2**-7, atol=0)
@@ -208,20 +214,19 @@ def test_single_product_memory_matches_plan(device, N):
     with peak_memory(device) as peak:
         rounded.add_target_rows(x_ND, hit_N, class_N, order_N)
     vectors = 64 * N + 4096  # ByteCounts.fixed includes these
-    targets = min(N, accumulators.TARGETS)
-    assert targets * D * 4 <= peak.bytes <= accumulators.TARGETS * (N * dtype.itemsize + D * 4) + vectors
+    targets = byte_counts.targets_at_once(N, D)
+    assert targets * D * 4 <= peak.bytes <= targets * (N * dtype.itemsize + D * 4) + vectors
 
 
 def test_few_tokens_not_decided_by_symbol():
     """A graph of any length is one, with a sum: how many tokens are few would cut it in two."""
     inputs = make_inputs(8, 24, 640, dtype=torch.bfloat16)
-    head, options = Head((inputs.input,), (inputs.linear_weight,)), Options(compute_dtype=torch.bfloat16)
-    assert plan.few_tokens(head, options)
+    assert plan.few_tokens(Head((inputs.input,), (inputs.linear_weight,)))
     seen = []
 
     def trace(hidden):
         traced = Head((hidden,), (inputs.linear_weight,))
-        seen.append((type(hidden.shape[0]), plan.few_tokens(traced, options)))
+        seen.append((type(hidden.shape[0]), plan.few_tokens(traced)))
         return hidden.sum()
 
     make_fx(trace, tracing_mode="symbolic")(inputs.input.detach())

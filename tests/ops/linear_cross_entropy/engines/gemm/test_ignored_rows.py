@@ -31,12 +31,12 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gr
 from lowtide.ops.linear_cross_entropy.engines.gemm import counted_rows_triton
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
-from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning import remembered
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     everywhere,  # noqa: F401
     run,
+    tokens_are_few,
     with_options,
 )
 from tests.ops.linear_cross_entropy.options.test_several_terms import in_terms
@@ -123,7 +123,7 @@ def test_ways_and_chunks(device, monkeypatch, kind, reduction, pattern):
     """In several chunks, of which the last ones have no row that counts; or at once."""
     few = kind == "single_product"
     tokens = 16 * N if device == "cuda" else N  # a chunk of a packed sum has hundreds of rows there
-    monkeypatch.setattr(planner, "CLASSES_PER_TOKEN", 0 if few else 1 << 20)
+    tokens_are_few(monkeypatch, few)
     inputs = inputs_for(device, pattern, tokens, dtype=torch.bfloat16, class_weight=True)
     if kind == "accumulate":
         inputs = replace(inputs, linear_weight=inputs.linear_weight.detach().float().requires_grad_())
