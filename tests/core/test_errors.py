@@ -84,19 +84,33 @@ def test_attention_in_the_words_of_torch():
         lowtide.scaled_dot_product_attention(q, q, q, p=0.1)
 
 
-def test_unknown_name_keeps_the_error_of_python():
+def test_unknown_name_shows_the_known_ones():
     @advises({}, "pass (first)")
     def function(first, second=None):
         return first
 
     assert function(1, second=2) == function.__wrapped__(1) == 1
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'$") as caught:
+    with pytest.raises(
+        TypeError, match=r"unexpected keyword argument 'zzz'; for zzz pass one of first, second$"
+    ) as caught:
         function(1, zzz=2)
-    assert not isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, RuntimeError)
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'first'; pass \(first\)$"):
         function()
     with pytest.raises(TypeError, match=r"takes from 1 to 2 positional .* 3 were given; pass \(first\)$"):
         function(1, 2, 3)
+
+
+def test_unknown_name_has_the_advice_of_its_function():
+    @advises({"b": "pass first"}, "pass (first)", otherwise="pass {known} or bind({unknown})")
+    def function(first, *others):
+        return first
+
+    advised = (
+        r"for b pass first, for frst pass first, for zzz and others pass first or bind\(zzz=.*, others=.*\)$"
+    )
+    with pytest.raises(TypeError, match=f"'zzz'; {advised}"):
+        function(1, zzz=2, b=3, frst=4, others=5)
 
 
 def test_error_of_the_function_itself_is_left_alone():
@@ -160,6 +174,28 @@ def test_places_of_peers(call):
 def test_soft_cap_of_a_config_is_not_taken_for_a_scale():
     with pytest.raises(TypeError, match="for logit_softcapping pass softcap"):
         lowtide.linear_cross_entropy(x, w, y, logit_softcapping=30.0)
+
+
+def test_argument_of_another_loss():
+    with pytest.raises(
+        TypeError, match=r"for gamma pass one of input, .*softcap.*; lowtide\.chunked_loss takes any loss$"
+    ) as caught:
+        lowtide.linear_cross_entropy(x, w, y, gamma=2.0)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_argument_of_the_callers_own_loss():
+    def focal(logits, labels, gamma=1.0):
+        return logits.sum() * gamma
+
+    advised = (
+        r"for gamma and alpha pass tensors with the rows of hidden by place, after hidden, and what else "
+        r"loss_fn takes by functools\.partial\(loss_fn, gamma=\.\.\., alpha=\.\.\.\)$"
+    )
+    for call in (lowtide.chunked_loss, lowtide.chunked_loss(chunk_size=2)(focal)):
+        with pytest.raises(TypeError, match=advised) as caught:
+            call(*([focal] if call is lowtide.chunked_loss else []), head, x, y, gamma=2.0, alpha=1.0)
+        assert isinstance(caught.value, RuntimeError)
 
 
 @needs_tracing

@@ -17,6 +17,10 @@ Mode = Literal["gradient_in_forward", "recompute"]
 
 
 INSTEAD_OF = dict.fromkeys(("chunks", "num_chunks", "n_chunks"), "pass chunk_size, a number of rows")
+OTHERWISE = (
+    "pass tensors with the rows of hidden by place, after hidden, and what else loss_fn takes by "
+    "functools.partial(loss_fn, {unknown})"
+)
 Aux = tuple[Tensor, dict[str, Any]]
 """The loss, and the sums of aux over the chunks: tensors, or numbers if loss_fn gave numbers."""
 
@@ -95,7 +99,7 @@ def chunked_loss(
     has_aux: Literal[True],
     mode: Mode = ...,
 ) -> Callable[[Callable[..., Any]], Callable[..., Aux]]: ...
-@advises(INSTEAD_OF, "pass (loss_fn, head, hidden, ...)")
+@advises(INSTEAD_OF, "pass (loss_fn, head, hidden, ...)", otherwise=OTHERWISE)
 def chunked_loss(
     loss_fn: Callable[..., Any] | None = None,
     head: Callable[..., Any] | None = None,

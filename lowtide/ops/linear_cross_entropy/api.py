@@ -17,7 +17,7 @@ from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 from lowtide.ops.linear_cross_entropy.operator import signatures
 
 
-@advises(advice.INSTEAD_OF, advice.USAGE)
+@advises(advice.INSTEAD_OF, advice.USAGE, otherwise=advice.OTHERWISE)
 @gathers_head
 @takes_data_sharded_head
 def linear_cross_entropy(

@@ -39,6 +39,7 @@ INSTEAD_OF = {
     **dict.fromkeys(("size_average", "reduce"), "pass reduction"),
 }
 USAGE = "pass (input, linear_weight, target) in this order, and the rest by name, as linear_bias=..."
+OTHERWISE = "pass one of {known}; lowtide.chunked_loss takes any loss"
 
 CALL = "lowtide.linear_cross_entropy(input, linear_weight, target, ...)"
 USAGE_OF_MODULE = (
