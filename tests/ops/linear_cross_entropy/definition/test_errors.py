@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import lowtide
 from tests.support.loss import fused, make_inputs, smallest_workspace
@@ -29,6 +30,16 @@ BAD = [
      "linear_weight must be a torch.Tensor, got NoneType"),
     ("weight is a layer", {"linear_weight": torch.nn.Linear(3, 7)}, TypeError,
      "linear_weight must be a torch.Tensor, got Linear; pass its .weight"),
+    ("weight is a norm and a layer", {"linear_weight": nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 7))},
+     TypeError, "got Sequential; apply what comes before its Linear '1', and pass that one's .weight, ",
+     "and its .bias by name"),
+    ("weight is a head in a head",
+     {"linear_weight": nn.Sequential(nn.Sequential(nn.Linear(3, 7, bias=False)))}, TypeError,
+     "got Sequential; apply what comes before its Linear '0.0', and pass that one's .weight"),
+    ("weight is a layer and what follows", {"linear_weight": nn.Sequential(nn.Linear(3, 7), nn.Tanh())},
+     TypeError, "got Sequential; lowtide.chunked_loss takes any module as head"),
+    ("weight is a norm", {"linear_weight": nn.LayerNorm(3)}, TypeError,
+     "got LayerNorm; lowtide.chunked_loss takes any module as head"),
     ("target is an int", {"target": 3}, TypeError, "target must be a torch.Tensor, got int"),
     ("bias is a bool", {"linear_bias": True}, TypeError, "linear_bias must be a torch.Tensor, got bool"),
     ("class weights in a list", {"weight": [1.0]}, TypeError, "weight must be a torch.Tensor, got list"),
