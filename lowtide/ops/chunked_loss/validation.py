@@ -20,17 +20,22 @@ from lowtide.ops.linear_cross_entropy.data_sharded import check_whole
 
 MODES = ("gradient_in_forward", "recompute")
 MEANS = ("mean", "batchmean")
+ORDER = "pass (loss_fn, head, hidden, ...) in this order"
+INSTEAD_OF_TENSOR = {
+    "loss_fn": f"; {ORDER}",
+    "head": "; pass the nn.Linear itself, or functools.partial(F.linear, weight=...)",
+}
 
 
 def check_options(loss_fn: Any, head: Any, chunk_size: Any, workspace: Any, mode: Any) -> None:
     """Raise unless both functions are callable and the options are valid."""
     for name, function in (("loss_fn", loss_fn), ("head", head)):
         if not callable(function):
-            raise ArgumentTypeError(f"{name} must be callable, got {type(function).__name__}")
+            hint = INSTEAD_OF_TENSOR[name] if isinstance(function, Tensor) else ""
+            raise ArgumentTypeError(f"{name} must be callable, got {type(function).__name__}{hint}")
     if isinstance(loss_fn, nn.Linear):
         raise ArgumentTypeError(
-            "loss_fn must take what head returns, then the token tensors, got Linear; pass (loss_fn, head, "
-            "hidden, ...) in this order"
+            f"loss_fn must take what head returns, then the token tensors, got Linear; {ORDER}"
         )
     check_choice("mode", mode, MODES)
     if chunk_size is not None and workspace is not None:
@@ -59,9 +64,9 @@ def check_rows(hidden: Sequence[Any], arguments: Sequence[Any]) -> torch.Size:
         if isinstance(each, Tensor):
             check_dense(f"token_tensors[{k}]", each)
     if first.dim() < 2:
-        raise ArgumentError(
-            f"hidden must be [..., T, D], got {list(first.shape)}; a single row is hidden[None]"
-        )
+        hint = "a single row is hidden[None]" if first.is_floating_point() else ORDER
+        came = list(first.shape) if first.is_floating_point() else f"{list(first.shape)} of {first.dtype}"
+        raise ArgumentError(f"hidden must be [..., T, D], got {came}; {hint}")
     leading = first.shape[:-1]
     named = [(f"hidden[{k}]", each) for k, each in enumerate(hidden)]
     named += [(f"token_tensors[{k}]", each) for k, each in enumerate(arguments) if is_cut(each)]

@@ -153,10 +153,55 @@ def test_errors_of_options(options, message):
 
 
 def test_errors_of_callables():
-    with pytest.raises(TypeError, match="head must be callable, got Tensor"):
-        chunked_loss(cross_entropy, WEIGHT, torch.zeros(B, T, D))
+    advised = r"pass the nn\.Linear itself, or functools\.partial\(F\.linear, weight=\.\.\.\)$"
+    for weight, kind in ((WEIGHT, "Tensor"), (nn.Linear(D, V).weight, "Parameter")):
+        with pytest.raises(TypeError, match=f"head must be callable, got {kind}; {advised}") as caught:
+            chunked_loss(cross_entropy, weight, torch.zeros(B, T, D))
+        assert isinstance(caught.value, RuntimeError)
+    with pytest.raises(TypeError, match=r"head must be callable, got int$"):
+        chunked_loss(cross_entropy, 3, torch.zeros(B, T, D))
+    with pytest.raises(
+        TypeError, match=r"loss_fn must be callable, got Tensor; pass \(loss_fn, head, hidden"
+    ):
+        chunked_loss(torch.zeros(B, T, D), nn.Linear(D, V), torch.zeros(B, T))
     with pytest.raises(TypeError, match="loss_fn must be callable, got str"):
         call("cross_entropy")
+
+
+SWAPPED = r"hidden must be floating-point .*, got torch\.int64, .*; labels come after hidden$"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "first", [nn.LayerNorm(D), nn.Identity(), nn.GELU()], ids=lambda each: type(each).__name__
+)
+def test_labels_in_the_place_of_hidden(first, mode):
+    head, (_, hidden, labels) = nn.Sequential(first, nn.Linear(D, V)).double(), make("linear")
+    with pytest.raises(TypeError, match=SWAPPED) as caught:
+        chunked_loss(cross_entropy, head, labels, hidden, mode=mode)
+    assert isinstance(caught.value, RuntimeError)
+    assert type(caught.value.__cause__) in (RuntimeError, NotImplementedError)
+    assert str(caught.value.__cause__) in str(caught.value)
+    with torch.no_grad(), pytest.raises(TypeError, match=SWAPPED):
+        chunked_loss(cross_entropy, head, labels, hidden)
+    with pytest.raises(
+        ValueError, match=r"got \[18\] of torch\.int64; pass \(loss_fn, head, hidden, \.\.\.\) in"
+    ):
+        chunked_loss(cross_entropy, head, labels.flatten(), hidden.flatten(0, 1))
+
+
+def test_integers_that_head_looks_up():
+    """They are no mistake, and what else the head raises stays as it is."""
+    table, words = nn.Embedding(V, D), torch.arange(2 * 3).view(2, 3)
+    square = lambda out, target: (out - target).square().sum()  # noqa: E731
+    chunked_loss(square, table, words, torch.zeros(2, 3, D)).backward()
+    assert table.weight.grad.count_nonzero()
+
+    def fails(table, hidden):
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no memory$"):
+        chunked_loss(square, partial(fails, table), words, torch.zeros(2, 3, D))
 
 
 def test_errors_of_devices():

@@ -8,12 +8,13 @@ see the gradients of single chunks. Tensors in a closure cannot be replaced (clo
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lowtide.core.errors import ArgumentTypeError
 from lowtide.ops.chunked_loss.functional.fsdp import forward_of
 
 Function = Callable[..., Any]
@@ -61,7 +62,7 @@ class Functional:
             if id(parameter) in learned
         }
 
-    def __call__(self, hidden: Iterable[Tensor], rows: Iterable[Tensor], learned: tuple[Tensor, ...]) -> Any:
+    def __call__(self, hidden: Sequence[Tensor], rows: Iterable[Tensor], learned: tuple[Tensor, ...]) -> Any:
         """Return the results of head and loss_fn; call this only within `substituted`.
 
         `rows` are the chunks of the token tensors, and `learned` replace the learned tensors.
@@ -70,7 +71,11 @@ class Functional:
         row = iter(rows)
         arguments = [next(row) if each is ROW else _replaced(each, new) for each in self.arguments]
         head, loss_fn = _replaced(self.head, new), _replaced(self.loss_fn, new)
-        out = head(*hidden)
+        try:
+            out = head(*hidden)
+        except RuntimeError as error:
+            _refuse_integers(hidden, error)
+            raise
         return out, loss_fn(out, *arguments)
 
     def substituted(self, learned: tuple[Tensor, ...], run: Callable[[], Result]) -> Result:
@@ -81,6 +86,18 @@ class Functional:
         parameters = {name: learned[place] for name, place in self._parameters.items()}
         result: Result = torch.func.functional_call(self._stage, parameters, (run,), tie_weights=False)
         return result
+
+
+def _refuse_integers(hidden: Sequence[Tensor], error: RuntimeError) -> None:
+    """Raise if all of hidden is integers: then the error of head most likely comes from them.
+
+    A head that looks them up in a table takes integers, so they are no error by themselves.
+    """
+    if type(error) in (RuntimeError, NotImplementedError) and not any(map(torch.is_floating_point, hidden)):
+        raise ArgumentTypeError(
+            f"hidden must be floating-point unless head looks it up in a table, got {hidden[0].dtype}, for "
+            f"which head raises: {error}; labels come after hidden"
+        ) from error
 
 
 class _Stage(nn.Module):
