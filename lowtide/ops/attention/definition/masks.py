@@ -18,13 +18,29 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.errors import Absent, ArgumentError, ArgumentTypeError, advises
 
 # Advice on how to add several tensors up to one bias; the page that it names has an example.
 ONE_TENSOR = "a bool one as bias.masked_fill(~seen, -inf); docs/howto/bias_attention.md, With padding"
 # A side of a window that no call reaches; with it, positions are int32.
 WIDEST = 1 << 30
 TWO_BIASES = f"this mask has a bias already; add the two tensors first, {ONE_TENSOR}"
+
+BY_ITSELF = "a mask goes to the device of the tensors by itself"
+NOTHING = f"pass nothing: {BY_ITSELF}"
+# Advice for what xformers' masks have and these lack.
+INSTEAD_OF = {
+    "to": f"leave it out: {BY_ITSELF}",
+    "make_local_attention": "pass a causal mask, and window=(window_size - 1, 0) beside it",
+    "make_causal_from_bottomright": "pass window=(-1, 0) beside the mask",
+    "make_local_attention_from_bottomright": "pass window=(window_size - 1, 0) beside the mask",
+    **dict.fromkeys(
+        ("from_tensor_lists_qk", "from_tensor_lists_qkv"),
+        "call BlockDiagonalMask.from_seqlens(lengths of q, lengths of k), and torch.cat(..., 1) of each list",
+    ),
+    "q_seqinfo": "read q_starts",
+    "k_seqinfo": "read k_starts",
+}
 
 
 class Band(NamedTuple):
@@ -60,6 +76,10 @@ class AttentionBias:
     """The mask's tensor: added to the scores (bool: True takes part), broadcast to [B, H, M, N]."""
     made_for: tuple[int, int] | None = None
     """The numbers of queries and keys that the mask is for; None if it is for any."""
+
+    @advises({}, NOTHING, otherwise=NOTHING)
+    def __init__(self) -> None:
+        pass
 
     def add_bias(self, bias: Tensor) -> "AttentionBias":
         """Return the same mask with a tensor that is added to the scores.
@@ -113,6 +133,10 @@ class AttentionBias:
     def __repr__(self) -> str:
         bias = "" if self.bias is None else f"bias={list(self.bias.shape)}"
         return f"{type(self).__name__}({bias})"
+
+
+for _name, _instead in INSTEAD_OF.items():
+    setattr(AttentionBias, _name, Absent(_name, _instead))
 
 
 class LowerTriangularMask(AttentionBias):

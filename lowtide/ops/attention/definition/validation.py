@@ -3,6 +3,7 @@
 Each error message names the argument, what was expected, what came, and what to do.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -79,8 +80,8 @@ def check_bias(name: str, attn_bias: object) -> None:
             _check_memory(name, attn_bias.bias)
         return
     hint = ""
-    if isinstance(attn_bias, type):
-        hint = f"; make one: {attn_bias.__name__}(...)"
+    if isinstance(attn_bias, type) and issubclass(attn_bias, AttentionBias):
+        hint = f"; make one: {attn_bias.__name__}({', '.join(inspect.signature(attn_bias).parameters)})"
     elif isinstance(attn_bias, (list, tuple)):
         hint = f"; add them into one tensor, {ONE_TENSOR}"
     elif type(attn_bias).__name__ == "BlockMask":

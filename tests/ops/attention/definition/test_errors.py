@@ -1,5 +1,8 @@
 """What a call that does not fit is told: the argument, what was expected, what came."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -31,7 +34,13 @@ Q, KV = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
         ({"value": KV.to("meta")}, ValueError, r"value must be on query's device \(cpu\), got meta"),
         ({"attn_bias": "causal"}, TypeError, "a mask of lowtide.attn_bias or None, got str"),
         ({"attn_bias": [KV, KV]}, TypeError, "got list; add them into one tensor, .* With padding"),
-        ({"attn_bias": masks.LowerTriangularMask}, TypeError, r"make one: LowerTriangularMask\(...\)"),
+        ({"attn_bias": masks.LowerTriangularMask}, TypeError, r"make one: LowerTriangularMask\(\)$"),
+        (
+            {"attn_bias": masks.LocalAttentionFromBottomRightMask},
+            TypeError,
+            r"make one: LocalAttentionFromBottomRightMask\(window_left, window_right\)$",
+        ),
+        ({"attn_bias": int}, TypeError, r"a mask of lowtide.attn_bias or None, got type$"),
         (
             {"attn_bias": create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")},
             TypeError,
@@ -89,6 +98,54 @@ def test_errors(change, error, message):
     with pytest.raises(error, match=message) as caught:
         lowtide.memory_efficient_attention(**arguments)
     assert isinstance(caught.value, RuntimeError), "which is what torch raises"
+
+
+BLOCKS = masks.BlockDiagonalMask.from_seqlens([2, 3])
+MADE = "pass nothing: a mask goes to the device of the tensors by itself$"
+ABSENT = {
+    # what code for xformers reads of a mask, and what its error says
+    "to": (masks.LowerTriangularMask(), "leave it out: a mask goes to the device of the tensors by itself"),
+    "make_local_attention": (
+        BLOCKS,
+        r"pass a causal mask, and window=\(window_size - 1, 0\) beside it",
+    ),
+    "make_causal_from_bottomright": (BLOCKS, r"pass window=\(-1, 0\) beside the mask"),
+    "from_tensor_lists_qkv": (masks.BlockDiagonalMask, r"call BlockDiagonalMask\.from_seqlens\(.*torch\.cat"),
+    "q_seqinfo": (BLOCKS, "read q_starts"),
+}
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_absent_name_of_xformers(name):
+    owner, advised = ABSENT[name]
+    kind = owner if isinstance(owner, type) else type(owner)
+    assert not hasattr(owner, name)
+    with pytest.raises(AttributeError, match=f"^{kind.__name__} has no {name}; {advised}") as caught:
+        getattr(owner, name)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_absent_name_stays_free():
+    class Mask(masks.LowerTriangularMask):
+        def to(self, device):
+            return device
+
+    mask = masks.LowerTriangularMask()
+    mask.q_seqinfo = 3
+    assert Mask().to("cpu") == "cpu"
+    assert copy.copy(mask).q_seqinfo == pickle.loads(pickle.dumps(mask)).q_seqinfo == 3
+    with pytest.raises(AttributeError) as caught:
+        _ = mask.of_no_library
+    assert not isinstance(caught.value, RuntimeError)
+
+
+def test_mask_without_arguments():
+    for kind in (masks.LowerTriangularMask, masks.LowerTriangularFromBottomRightMask):
+        with pytest.raises(TypeError, match=f"keyword argument 'device'; for device {MADE}") as caught:
+            kind(device="cpu")
+        assert isinstance(caught.value, RuntimeError)
+        with pytest.raises(TypeError, match=f"2 were given; {MADE}"):
+            kind("cpu")
 
 
 @pytest.mark.parametrize(
