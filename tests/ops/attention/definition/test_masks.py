@@ -72,7 +72,7 @@ LENGTHS = [([3, 1, 4], [3, 1, 4]), ([2, 0, 5, 1], [4, 3, 2, 0]), ([6], [2]), ([0
 
 @pytest.mark.parametrize(("q_lengths", "k_lengths"), LENGTHS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [None, (1, 1)])
+@pytest.mark.parametrize("window", [None, (1, 1), (-1, 0)])
 def test_sequences_match_rules(q_lengths, k_lengths, causal, window):
     kind = masks.BlockDiagonalCausalMask if causal else masks.BlockDiagonalMask
     mask = kind.from_seqlens(q_lengths, k_lengths)
@@ -81,7 +81,8 @@ def test_sequences_match_rules(q_lengths, k_lengths, causal, window):
 
     def rule(row, column):
         (s, i), (t, j) = of_query[row], of_key[column]
-        inside = window is None or abs(j - (i + k_lengths[s] - q_lengths[s])) <= 1
+        offset = j - (i + k_lengths[s] - q_lengths[s])
+        inside = window is None or (offset <= window[1] and (window[0] == -1 or -window[0] <= offset))
         return s == t and inside and (not causal or j <= i)
 
     M, N = sum(q_lengths), sum(k_lengths)
