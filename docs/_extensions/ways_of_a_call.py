@@ -26,14 +26,13 @@ from lowtide.tools.doctor.attention import markdown as attention_table
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 
 N, D, V = 8192, 4096, 128_256  # the head of Llama 3 8B
-NO_UNITS = "this CPU has no units for bfloat16"
 # A machine: the device, whether its card has the tensor maps of a Hopper card, and what the CPU
 # lacks.
 MACHINES = {
-    "Hopper card": ("cuda", True, NO_UNITS),
-    "other NVIDIA card": ("cuda", False, NO_UNITS),
+    "Hopper card": ("cuda", True, gemm.NO_UNITS),
+    "other NVIDIA card": ("cuda", False, gemm.NO_UNITS),
     "CPU with bfloat16 units": ("cpu", False, None),
-    "other CPU": ("cpu", False, NO_UNITS),
+    "other CPU": ("cpu", False, gemm.NO_UNITS),
 }
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CALLS: dict[str, dict[str, Any]] = {

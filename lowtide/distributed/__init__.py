@@ -4,7 +4,7 @@ Modules:
 
 * sharded_head: `shard_head`, a head whose classes stay divided over the data-parallel ranks.
 
-`tokens_per_rank`, the normaliser of a mean over all ranks' tokens, comes from
+`tokens_per_rank`, the normalizer of a mean over all ranks' tokens, comes from
 ops/linear_cross_entropy/token_count.py.
 """
 

@@ -72,7 +72,7 @@ def grpo(
             uses 3e-4 and 4e-4.
         importance_sampling_level: `"token"` or `"sequence"`.
         loss_type: `"grpo"`, `"dapo"` or `"dr_grpo"`.
-        num_items_in_batch: the normaliser that ranks and accumulation steps share; for `"dapo"`
+        num_items_in_batch: the normalizer that ranks and accumulation steps share; for `"dapo"`
             alone.
         max_completion_length: a number of tokens; required by `"dr_grpo"`, and for it alone.
 

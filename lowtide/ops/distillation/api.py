@@ -133,7 +133,7 @@ def forward_kl(
         Student and teacher may differ in dtype, but if one of them is float64, both are. The loss
         is float32, or float64 for float64.
         If the student is close to its teacher, the loss has a smaller error than one computed from
-        dense log-probabilities. The latter has the rounding error of the normalisers and is often
+        dense log-probabilities. The latter has the rounding error of the normalizers and is often
         negative. The error of a KL divergence here is a few 1e-8. Jensen-Shannon keeps its digits
         and its sign, however close to 0 it is.
 

@@ -327,9 +327,11 @@ def linear_log_probs(
 
     .. math::
         \mathrm{log\_prob}_i = z_{i t_i} - \mathrm{lse}(z_i), \quad
-        \mathrm{entropy}_i = -\sum_v p_{iv} \log p_{iv}, \quad
+        \mathrm{entropy}_i = -\sum_v p_{iv} \log p_{iv},
+
+    .. math::
         \mathrm{logsumexp}_i = \mathrm{lse}(z_i), \quad
-        \mathrm{argmax}_i = \arg\max_v z_{iv}.
+        \mathrm{argmax}_i = \operatorname{argmax}_v z_{iv}.
 
     The first three are differentiable with respect to input, linear_weight, linear_bias and
     logit_scale, for any upstream gradient of each, alone or together:

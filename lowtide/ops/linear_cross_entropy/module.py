@@ -52,8 +52,9 @@ class LinearCrossEntropyLoss(nn.Module):
         weight: class weights [V], kept as a buffer.
         logit_scale: a float. A learned scale is refused: keep it in your own module and call the
             function.
-        All other arguments are those of :func:`linear_cross_entropy`. Row weights and the
-        normaliser go to the call: ``criterion(hidden, target, row_weight=..., normalizer=...)``.
+
+    All other arguments are those of :func:`linear_cross_entropy`. Row weights and the normalizer go
+    to the call: ``criterion(hidden, target, row_weight=..., normalizer=...)``.
 
     For the weight of a head that another module owns (Liger's module takes it in the call), use
     :func:`linear_cross_entropy`.

@@ -32,7 +32,7 @@ def tokens_per_rank(
     ignore_index: int | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    r"""Return the mean number of targets per rank that count: a normaliser for averaged gradients.
+    r"""Return the mean number of targets per rank that count: a normalizer for averaged gradients.
 
     Example::
 

@@ -132,7 +132,7 @@ class Head(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Hold target, weights and normaliser of a loss, in the order of the operators' schema."""
+    """Hold target, weights and normalizer of a loss, in the order of the operators' schema."""
 
     target: Tensor  # [...] or probabilities [..., V]; K-dimensional [N, P] or [N, V, P]
     class_weight: Tensor | None = None  # [V]
@@ -261,7 +261,7 @@ def scale_of(logit_scale: float | Tensor | None, input: Tensor) -> Tensor | None
 
 
 def normalizer_of(normalizer: float | Tensor | None, input: Tensor) -> Tensor | None:
-    """Return the normaliser as a tensor on the input's device, in the dtype of the sums."""
+    """Return the normalizer as a tensor on the input's device, in the dtype of the sums."""
     return None if normalizer is None else number_beside(input, normalizer)
 
 
@@ -282,7 +282,7 @@ def number_beside(tensor: Tensor, number: float | Tensor) -> Tensor:
 
 
 def normalized(total: Tensor, normalizer: float | Tensor) -> Tensor:
-    """Return total / normalizer; if the normaliser is 0, return NaN with a gradient of 0."""
+    """Return total / normalizer; if the normalizer is 0, return NaN with a gradient of 0."""
     count = normalizer_of(normalizer, total)
     assert count is not None
     nothing = count == 0

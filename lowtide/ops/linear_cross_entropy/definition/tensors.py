@@ -10,7 +10,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, norma
 class Tensors(NamedTuple):
     """Hold the tensors of a call, a head with one term, by the names of the public arguments.
 
-    The logit scale may be a number. A call with a number as its normaliser, which changes with each
+    The logit scale may be a number. A call with a number as its normalizer, which changes with each
     step, goes by the operators.
     """
 

@@ -39,7 +39,7 @@ def check_arguments(
     linear_bias: Tensor | None,  # [V]
     arguments: Arguments,
 ) -> None:
-    """Check the options of the head, and all tensors but row weights and a normaliser."""
+    """Check the options of the head, and all tensors but row weights and a normalizer."""
     weight, logit_scale = arguments.weight, arguments.logit_scale
     if len(inputs) != len(linear_weights) or not inputs:
         raise ArgumentError(
@@ -75,7 +75,7 @@ def check_loss(arguments: Arguments, target: Tensor, input: Tensor, rows: Sequen
 
 
 def check_loss_options(arguments: Arguments, target: Tensor) -> None:
-    """Check the options of the loss except row weights and a normaliser."""
+    """Check the options of the loss except row weights and a normalizer."""
     ignore_index, z_loss, weight = arguments.ignore_index, arguments.z_loss, arguments.weight
     check_choice("reduction", arguments.reduction, REDUCTIONS)
     check_ignore_index(ignore_index)

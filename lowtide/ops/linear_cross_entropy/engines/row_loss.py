@@ -119,7 +119,7 @@ class RowLoss:
         return loss if denominator is None else loss / denominator
 
     def denominator(self) -> Tensor:
-        """Return what a mean is divided by if no normaliser is given.
+        """Return what a mean is divided by if no normalizer is given.
 
         This is the sum of the targets' class weights, or the number of rows if the target holds
         class probabilities. Row weights have no part in it.
@@ -129,7 +129,7 @@ class RowLoss:
         return self.target_weight_N.sum()
 
     def mean(self, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return what a mean is divided by (a normaliser, if given), and the gradients' factor."""
+        """Return what a mean is divided by (a normalizer, if given), and the gradients' factor."""
         denominator = self.denominator() if normalizer is None else normalizer
         return denominator, mean_factor(denominator, self.ignored_N.all())
 
@@ -273,7 +273,7 @@ class RowLoss:
 def mean_factor(denominator: Tensor, all_ignored: Tensor) -> Tensor:
     """Return 1 / denominator, or 1 if every row is ignored.
 
-    In that case the gradients are 0, not NaN; the mean is NaN unless a normaliser is given.
+    In that case the gradients are 0, not NaN; the mean is NaN unless a normalizer is given.
     """
     return 1 / denominator.masked_fill(all_ignored, 1)
 

@@ -92,7 +92,7 @@ def _row_vectors_kernel(
 
 @triton.jit
 def _store_mean(weight, kept, normalizer_ptr, denominator_ptr, factor_ptr):
-    """Store the denominator of a mean, unless a normaliser is given, and 1 / denominator.
+    """Store the denominator of a mean, unless a normalizer is given, and 1 / denominator.
 
     If every row is ignored, the denominator is NaN, so that the loss is NaN as in torch, and the
     factor is 1.
@@ -246,7 +246,7 @@ class TritonRowLoss(RowLoss):
     def _mean_memory(self, normalizer: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return memory for the denominator of a mean and for the gradients' factor.
 
-        A normaliser that is given is the denominator itself.
+        A normalizer that is given is the denominator itself.
         """
         return self._empty(()) if normalizer is None else normalizer, self._empty(())
 

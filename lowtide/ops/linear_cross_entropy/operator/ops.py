@@ -280,7 +280,7 @@ def loss_and_gradients(plan: Plan, head: Head, labels: Labels) -> tuple[Tensor, 
 def _mean(engine: LossEngine, normalizer: Tensor | None) -> tuple[Tensor | None, Tensor]:
     """Return the mean's divisor (None for a sum) and the gradients' factor.
 
-    The divisor is the normaliser if there is one.
+    The divisor is the normalizer if there is one.
     """
     if engine.plan.options.reduction == "sum":
         return None, _one(engine.plan, engine.device)

@@ -8,7 +8,7 @@ The factor that all rows share is not applied to G, because every target's entry
 with the same error. For dX, the factor is applied to the float32 sums. For dW, there are no such
 sums, because the GEMM rounds its result as it writes it. So the GEMM applies the factor 1/N of a
 mean, which the host knows, and X is multiplied by the rest of the factor. The rest is 1 for a mean
-in which no row is ignored, without class weights, normaliser and logit scale.
+in which no row is ignored, without class weights, normalizer and logit scale.
 
 The host takes as long for such a call as the device. So this module makes few launches and
 allocations: four kernels and three GEMMs, if dW's memory holds all logits and dX is one GEMM, of at

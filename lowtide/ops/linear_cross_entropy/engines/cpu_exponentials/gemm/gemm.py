@@ -155,6 +155,8 @@ def _call(name: str, sizes: tuple[int, ...], *arguments: object) -> None:
         )
 
 
+NO_UNITS = "this processor has no units for bfloat16 products"
+
 _locks: dict[int, threading.RLock] = {}  # by process: a fork may copy a held lock
 
 
@@ -169,7 +171,7 @@ def _library() -> ctypes.CDLL | str:
 def _load_once() -> ctypes.CDLL | str:
     """Return the library, or why there is none; warn if the compiler or the loader failed."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or not _has_units():
-        return "this processor has no units for bfloat16 products"
+        return NO_UNITS
     try:
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         functions = [ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p) for name in (BRGEMM, RELEASE)]
