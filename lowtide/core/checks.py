@@ -22,19 +22,20 @@ def check_tensors(named: Mapping[str, object]) -> None:
     """Check that each is a dense tensor."""
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
-            hint = _for_module(tensor) if isinstance(tensor, torch.nn.Module) else ""
+            is_module = isinstance(tensor, torch.nn.Module) and name.endswith("weight")
+            hint = _for_module(tensor, name) if is_module else ""
             raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}{hint}")
         check_dense(name, tensor)
 
 
-def _for_module(module: torch.nn.Module) -> str:
-    """Advise on a module in the place of a head's weight."""
+def _for_module(module: torch.nn.Module, weight: str) -> str:
+    """Advise on a module in the place of a head's weight, an argument of this name."""
     *_, (name, last) = module.named_modules()
     if not isinstance(last, torch.nn.Linear):
         return "; lowtide.chunked_loss takes any module as head"
+    bias = "" if last.bias is None else f", and its .bias as {weight.removesuffix('weight')}bias"
     if last is module:
-        return "; pass its .weight"
-    bias = "" if last.bias is None else ", and its .bias by name"
+        return f"; pass its .weight{bias}"
     return f"; apply what comes before its Linear {name!r}, and pass that one's .weight{bias}"
 
 

@@ -139,10 +139,13 @@ PLACES = {
     "Liger's function": (lambda: lowtide.linear_cross_entropy(x, w, y, head.bias), r"as linear_bias=\.\.\.$"),
     "logits": (lambda: lowtide.linear_cross_entropy(logits, y), r"missing 1 .*; pass \(input, linear_weight"),
     "logits to log-probabilities": (lambda: lowtide.linear_log_probs(logits, y), "; pass .input, linear_wei"),
-    "a layer": (lambda: lowtide.linear_cross_entropy(x, head, y), r"got Linear; pass its \.weight$"),
+    "a layer": (
+        lambda: lowtide.linear_cross_entropy(x, head, y),
+        r"got Linear; pass its \.weight, and its \.bias as linear_bias$",
+    ),
     "a layer, log-probabilities": (
         lambda: lowtide.linear_log_probs(x, head, y),
-        r"Linear; pass its \.weight$",
+        r"Linear; pass its \.weight, and its \.bias as linear_bias$",
     ),
     "Liger's Jensen-Shannon": (
         lambda: lowtide.distillation.jensen_shannon(x, w, x, w, y),

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Head, Options, VocabShard, scale_of
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator.planner import (
     choose_engine,
     make_plan,
@@ -177,6 +178,8 @@ class AskedLossCall:
             other = "cpu_exponentials"
         if other in reasons:
             found["why"] = f"not {other}: {reasons[other]}"
+            if other == "cpu_exponentials" and gemm.against() == gemm.NO_UNITS != reasons[other]:
+                found["why"] += f"; and {gemm.NO_UNITS}"
         found["workspace"] = readable(plan.workspace, ",.0f", at_least=10)
         if self.workspace is None:
             found["workspace"] += ", the default"

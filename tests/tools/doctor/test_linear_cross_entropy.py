@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 
@@ -59,11 +60,21 @@ def test_plan(call, monkeypatch):
     assert made == [call.plan()]
 
 
-def test_description():
+@pytest.mark.parametrize("units", [True, False])
+def test_reason_that_nobody_can_remove(units, monkeypatch):
+    """It stands beside one that can be removed, and not twice."""
+    monkeypatch.setattr(gemm, "against", lambda: None if units else gemm.NO_UNITS)
+    float32 = "not cpu_exponentials: it takes operands that are bfloat16"
+    assert SMALL.describe()["why"] == (float32 if units else f"{float32}; and {gemm.NO_UNITS}")
+    large = replace(SMALL, D=512, V=4096, dtype=torch.bfloat16)
+    assert large.describe().get("why") == (None if units else f"not cpu_exponentials: {gemm.NO_UNITS}")
+
+
+def test_description(monkeypatch):
+    monkeypatch.setattr(gemm, "against", lambda: "there is no compiler")  # whatever this CPU has
     found = SMALL.describe()
     assert found["engine"] == "logits_torch"
     assert found["kernels"] == "plain torch"
-    assert found["why"] == "not cpu_exponentials: it takes operands that are bfloat16"
     dense = 3 * 4 * 200 * 500 - 4 * 16 * (200 + 500)  # three tensors of all logits, without the gradients
     assert found["workspace"] == f"{dense / 1024:,.0f} KiB, the default"
     assert replace(SMALL, N=20_000).describe()["workspace"] == "64 MiB, the default"

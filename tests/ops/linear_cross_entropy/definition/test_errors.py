@@ -32,7 +32,7 @@ BAD = [
      "linear_weight must be a torch.Tensor, got Linear; pass its .weight"),
     ("weight is a norm and a layer", {"linear_weight": nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 7))},
      TypeError, "got Sequential; apply what comes before its Linear '1', and pass that one's .weight, ",
-     "and its .bias by name"),
+     "and its .bias as linear_bias"),
     ("weight is a head in a head",
      {"linear_weight": nn.Sequential(nn.Sequential(nn.Linear(3, 7, bias=False)))}, TypeError,
      "got Sequential; apply what comes before its Linear '0.0', and pass that one's .weight"),
