@@ -198,7 +198,7 @@ def linear_cross_entropy(
         more, which is not counted here.
         A call may hold more than that peak. It may add 4 MiB (16 MiB on CUDA) and 64 bytes (256 on
         CUDA) for each token, feature and class, so that a small call is not cut into single rows
-        and classes. On CUDA it may add o N D for few tokens (N at most V / 4), to scale the input.
+        and classes. On CUDA it may add o N D where N is at most V / 2, to scale the input.
         On CUDA under autocast it may add up to o N V, where N is below D. As with any
         workspace, it adds packed operands, the float32 sums and copies of further linear terms, and
         what a K-dimensional loss holds (see `Memory`). A rank of a divided head with few tokens
@@ -206,7 +206,8 @@ def linear_cross_entropy(
         1,024 tokens of 4,096 features.
         Where the gradients are large beside the logits (N below about D), this limit is below the
         whole default, and a call of more than V / 4 tokens may take four products instead of three:
-        pass a workspace for speed. So may a call of fewer tokens where the weight is not bfloat16.
+        pass a workspace for speed. So may fewer tokens with a float16 weight, with label smoothing,
+        or under autocast.
         In compiled and exported graphs, which serve every N, None means the whole default. It does
         so too for derivatives of higher order, forward mode, vmap, and gradients of probabilities
         or class weights.

@@ -104,14 +104,20 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
 
 
 def _few_tokens_seconds(call: Call) -> float | None:
-    """Return the predicted seconds of a call; None if the engine's way is not to be compared."""
+    """Return the predicted seconds of a call; None if the engine's way is not to be compared.
+
+    The engine of logits must form dW by a single GEMM. With few classes per token, exponentials
+    must form it by class blocks.
+    """
     engine = call.options.engine
     _, workspace, counts = _memory(call)
     if workspace < counts.smallest_workspace:
         return None
     tiling = sizes.choose_sizes(workspace, counts)
     way, many = tiling.weight_gradient, counts.N * CLASSES_PER_TOKEN > counts.V
-    if way != "single_product" if engine == "logits_triton" else many and way != "class_blocks":
+    if engine == "logits_triton" and way != "single_product":
+        return None
+    if engine == "exponentials" and many and way != "class_blocks":
         return None
     chunks = logits.chunks_in_gradient(counts.N, counts.D, counts.V, counts.device)
     return few_tokens_seconds(engine, counts, tiling, chunks)
@@ -237,10 +243,14 @@ def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
         assert spec.shard_token_bytes is not None
         token_bytes = spec.shard_token_bytes(call, counts)
         counts = with_shard(counts, options.shard, options.sum_dtype, call.features, token_bytes)
-    workspace = granted_bytes(options.workspace, options.dense, counts, divided=options.sharded)
-    small = counts.with_small_products()
-    if options.few_tokens and small.one_chunk <= workspace < counts.one_chunk:
-        counts = small
+    # A rank of a divided head holds all rows of dX in float32, and as many bytes again. For a
+    # single GEMM of dW any other call may hold a scaled copy of X.
+    of_number = 8 if options.sharded else access.dtype.itemsize if counts.one_product_row else 0
+    rows = of_number * counts.N * counts.D
+    workspace = granted_bytes(options.workspace, options.dense, counts, rows=rows)
+    fitted = counts.with_smaller_products(workspace) if options.few_tokens else counts
+    if fitted is not counts and fitted.one_chunk <= workspace:
+        counts = fitted
     elif PRODUCT_PART * counts.product_rows * counts.product > workspace:
         counts = replace(counts, product_rows=counts.product_rows // 2)
     return access, workspace, counts

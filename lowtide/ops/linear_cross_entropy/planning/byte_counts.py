@@ -30,9 +30,11 @@ PRODUCT_BYTES, FEWEST_PRODUCT_ROWS = 18 << 20, 256  # decision 0074
 def targets_at_once(N: int, D: int) -> int:
     """Return how many target classes' rows of the gradient are formed at a time.
 
-    Each takes a row [D] in float32 and a column [N] of exponentials in bfloat16.
+    Each takes a row [D] in float32 and a column [N] of exponentials in bfloat16. Rows of these
+    begin at whole vectors of 16 bytes, and tiles are whole, because other GEMMs are slower.
     """
-    return max(1, min(TARGETS, N, TARGETS_BYTES // (2 * N + 4 * D)))
+    most = min(TARGETS, N, TARGETS_BYTES // (2 * N + 4 * D))
+    return most if most == N else max(1, most - most % (128 if most >= 128 else 8))
 
 
 def padded(columns: int, multiple: int = 8) -> int:
@@ -171,12 +173,19 @@ class ByteCounts:
         chunk = self.single_product() if self.one_product_row else self.chunk(self.N)
         return self.fixed + self.smallest_copy + chunk
 
-    def with_small_products(self) -> "ByteCounts":
-        """Return the counts with fewer rows per dX GEMM, if its result would take much memory."""
+    def with_smaller_products(self, workspace: int) -> "ByteCounts":
+        """Return the counts with fewer rows per dX GEMM, until one chunk fits in the workspace.
+
+        The result has the smallest product if none fits.
+        """
         rows = self.product_rows
-        while rows * self.product > PRODUCT_BYTES and rows > FEWEST_PRODUCT_ROWS:
+        while (
+            replace(self, product_rows=rows).one_chunk > workspace
+            and rows > FEWEST_PRODUCT_ROWS
+            and min(rows, self.N) * self.product > PRODUCT_BYTES
+        ):
             rows //= 2
-        return replace(self, product_rows=rows)
+        return self if rows == self.product_rows else replace(self, product_rows=rows)
 
     def shared_buffer_bytes(self, rows: int) -> int:
         """Return the bytes of the buffer that tile partial sums and then dX GEMMs share."""

@@ -48,7 +48,8 @@ ENOUGH_ROWS, MOST_CHUNKS_OF_20_BITS = 2048, 64  # decision 0036
 def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient:
     """Return the first way to form dW that fits and leaves room for chunks of enough rows.
 
-    Between "packed" and "class_blocks", sizes.py chooses once more by predicted time if it can.
+    If this is "packed" or "class_blocks", sizes.py chooses once more by predicted time, between
+    these and "single_product".
     This uses N as little as possible, because N may be symbolic.
     """
     if counts.weight_sum == 0:

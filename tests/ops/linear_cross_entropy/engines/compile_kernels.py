@@ -190,12 +190,12 @@ def _distance_gradient(**changes: Any) -> Build:
 _FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
 
 
-def _rows(kernel: str, module: str = "row_kernels", **arguments: Any) -> Build:
-    return Build(f"ops.linear_cross_entropy.engines.weight_gradient.{module}", kernel, arguments, warps=4)
+def _rows(kernel: str, module: str = "row_kernels", warps: int = 4, **arguments: Any) -> Build:
+    return Build(f"ops.linear_cross_entropy.engines.weight_gradient.{module}", kernel, arguments, warps)
 
 
-def _target_rows(kernel: str, **arguments: Any) -> Build:
-    return _rows(kernel, "target_rows", **arguments)
+def _target_rows(kernel: str, warps: int = 2, **arguments: Any) -> Build:
+    return _rows(kernel, "target_rows", warps, **arguments)
 
 
 _IGNORED = {"ignored_N_ptr": "*i1"}
@@ -454,23 +454,26 @@ BUILDS = {
         weight_stride=I32, out_stride=I32, D=I32, BLOCK=1024,
     ),
     "target rows": _target_rows(
-        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32, class_N_ptr=I64,
-        order_N_ptr=I64, sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None, outer_stride=I32,
-        inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32,
+        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None,
+        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32,
+        BLOCK_N=8, BLOCK=512,
     ),
     "target rows, few bits": _target_rows(
-        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32, class_N_ptr=I64,
-        order_N_ptr=I64, sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None, outer_stride=I32,
-        inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32,
+        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None,
+        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32,
+        BLOCK_N=8, BLOCK=512,
     ),
     "target rows, formed apart": _target_rows(
-        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32, class_N_ptr=I64,
-        order_N_ptr=I64, sum_VD_ptr=BF16, low_VP_ptr=None, sum_TD_ptr=F32, outer_stride=I32,
-        inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32, BLOCK_N=16, BLOCK=512,
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32,
+        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr=BF16, low_VP_ptr=None, sum_TD_ptr=F32,
+        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32,
+        BLOCK_N=8, BLOCK=512,
     ),
     "round a block": _target_rows(
-        "_round_block_kernel", sum_BD_ptr=F32, x_ptr=BF16, target_weight_coef_N_ptr=F32,
-        class_N_ptr=I64, order_N_ptr=I64, first_V_ptr=I32_PTR, class_weight_V_ptr=F32,
+        "_round_block_kernel", warps=4, sum_BD_ptr=F32, x_ptr=BF16, target_weight_coef_N_ptr=F32,
+        class_N_ptr=I32_PTR, order_N_ptr=I64, first_V_ptr=I32_PTR, class_weight_V_ptr=F32,
         smoothing_row_D_ptr=F32, factor_ptr=F32, out_VD_ptr=BF16,
         outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_class=I32, BLOCK_N=16, BLOCK=512,
     ),

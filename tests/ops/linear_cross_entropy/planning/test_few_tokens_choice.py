@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
-from lowtide.ops.linear_cross_entropy.planning import requirements
+from lowtide.ops.linear_cross_entropy.planning import byte_counts, requirements
 
 pytest.importorskip("triton")
 
@@ -137,3 +137,30 @@ def test_rows_of_a_small_product():
     engine, _, _, held = choice(256, 14336, 250880)
     assert engine == "exponentials"
     assert held >= 2 * 256 * 250880 + 4 * 256 * 14336
+
+
+@pytest.mark.parametrize(("N", "D", "V"), [(2048, 2048, 4096), (4096, 4096, 8192)])
+def test_as_many_tokens_as_half_of_the_classes(N, D, V):
+    """In place of class blocks the engine of logits takes its single GEMM."""
+    assert choice(N, D, V)[:2] == ("logits_triton", "single_product")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("N", "D", "V"), [(1024, 8192, 16032), (512, 16384, 16032), (2048, 8192, 32064), (4096, 16384, 16384)]
+)
+@pytest.mark.parametrize("tokens_sharded", [False, True])
+def test_rank_of_a_divided_head(N, D, V, dtype, tokens_sharded):
+    """It holds the rows of dX in float32 and as many bytes again, at most."""
+    shard = {"group": "g", "ranks": 8, "num_classes": 8 * V, "tokens_sharded": tokens_sharded}
+    own = N // 8 if tokens_sharded else N
+    _, _, _, held = choice(own, D, V, dtype=dtype, **shard)
+    dense = max(3 * dtype.itemsize * N * V - dtype.itemsize * (N + V) * D, dtype.itemsize * N * V)
+    assert held <= dense + 8 * N * D + (16 << 20) + 256 * (N + D + V)
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "most"), [(1024, 8192, 384), (4096, 16384, 128), (100, 64, 100), (8192, 64, 512)]
+)
+def test_targets_at_once(N, D, most):
+    assert byte_counts.targets_at_once(N, D) == most

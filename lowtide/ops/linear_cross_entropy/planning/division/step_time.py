@@ -71,8 +71,8 @@ def few_tokens_seconds(engine: str, counts: ByteCounts, tiling: Tiling, chunks: 
     """
     N, V, D, host = counts.N, counts.V, counts.D, HOST[engine]
     if tiling.weight_gradient == "class_blocks":
-        card = step_seconds(counts, tiling)
-    elif engine == "exponentials":
+        return max(step_seconds(counts, tiling), host)
+    if engine == "exponentials":
         card = chunk_seconds(counts, N, tiling.weight_gradient, tiling.sum_bits, tiling.product_rows)
     else:
         gemms = ((N, V, D, 4 * N * V), (N, D, V, 2 * N * D), (V, D, N, 2 * V * D))

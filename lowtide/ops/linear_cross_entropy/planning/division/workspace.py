@@ -29,9 +29,7 @@ def workspace_bytes(workspace: int | None, device: str, beside: int = 0) -> int:
     return DEFAULT_WORKSPACE[device] + beside if workspace is None else workspace
 
 
-def granted_bytes(
-    workspace: int | None, dense: int | None, counts: ByteCounts, *, divided: bool = False
-) -> int:
+def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, *, rows: int = 0) -> int:
     """Return the workspace of a call.
 
     To the default are added the bytes of further linear terms and, on CUDA, those of the float32
@@ -41,20 +39,17 @@ def granted_bytes(
     With few tokens and a large weight gradient, the dense computation may hold only one
     half-precision tensor of the logits' size beside its gradients. A chunk of all tokens holds such
     a tensor too, and some rows in float32 beside it. These are granted (decision 0074), because
-    smaller chunks and other ways to form dW take several times as long. They take little memory,
-    except on a rank of a divided head, which holds all rows of dX in float32.
+    smaller chunks and other ways to form dW take several times as long. They may take ROOM, BESIDE
+    for each number, and `rows` bytes for rows that the dense computation does not hold.
     """
     beside = counts.further_terms + (counts.weight_sum if counts.device == "cuda" else 0)
     most = workspace_bytes(workspace, counts.device, beside)
     if workspace is not None or dense is None or dense >= most:
         return most
-    if counts.device == "cuda" and counts.N * FEWEST_CLASSES_PER_TOKEN <= counts.V:
-        one_chunk = counts.with_small_products().one_chunk
-        # Rows of X are scaled for a single GEMM.
-        scaled_rows = 2 * counts.N * counts.D if counts.one_product_row else 0
-        beside = ROOM["cuda"] + BESIDE * (counts.N + counts.D + counts.V) + scaled_rows
-        has_one_chunk = counts.one_product_row or not counts.weight_sum
-        if has_one_chunk and (divided or one_chunk <= dense + beside):
+    few = not counts.weight_sum and counts.N * FEWEST_CLASSES_PER_TOKEN <= counts.V
+    if counts.device == "cuda" and (counts.one_product_row or few):
+        one_chunk = counts.with_smaller_products(0).one_chunk
+        if one_chunk <= dense + ROOM["cuda"] + BESIDE * (counts.N + counts.D + counts.V) + rows:
             dense = max(dense, one_chunk)
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
