@@ -13,8 +13,8 @@ from typing import Any
 from sphinx.application import Sphinx
 
 NAMES = (
-    "Args|Attributes|Default|Derivatives|Determinism|Dtypes|Limits|Memory|Precision|Raises|Returns|Shapes|"
-    "Source|Transforms|Unchanged|Warns|What counts|What does not count|Yields"
+    "Args|Attributes|Default|Derivatives|Determinism|Dtypes|Limits|Memory|Precision|Raises|Returns|"
+    "Shapes|Sharded heads|Source|Transforms|Unchanged|Warns|What counts|What does not count|Yields"
 )
 SECTION = re.compile(rf"^((?:{NAMES})\b[\w, ]*):( .*)?$")
 FIELDS = {"Args", "Attributes", "Raises", "Warns"}

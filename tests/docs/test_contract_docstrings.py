@@ -1,0 +1,50 @@
+"""What the site lists as arguments of a public function are its parameters."""
+
+import inspect
+import re
+
+import pytest
+
+import lowtide
+from tests.docs.snippets import DOCS
+
+pytest.importorskip("sphinx")
+MODULES = (lowtide, lowtide.losses, lowtide.distillation)
+PUBLIC = {f"{each.__name__}.{name}": getattr(each, name) for each in MODULES for name in each.__all__}
+
+
+@pytest.fixture
+def sections(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
+    import contract_docstrings
+
+    return contract_docstrings.sections
+
+
+def listed(lines):
+    """The names of the entries below `Args`."""
+    section, found = "", []
+    for line in lines:
+        if title := re.fullmatch(r"\*\*(.+)\*\*", line):
+            section = title[1]
+        elif section == "Args" and line.startswith("``") and line.endswith("``"):
+            found += re.findall(r"``(.+?)``", line)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, each in PUBLIC.items() if callable(each)])
+def test_arguments_listed_are_parameters(name, sections):
+    parameters = inspect.signature(PUBLIC[name]).parameters
+    found = listed(sections((inspect.getdoc(PUBLIC[name]) or "").splitlines()))
+    assert not [each for each in found if each.lstrip("*") not in parameters]
+
+
+def test_arguments_are_found(sections):
+    assert {"row_weight", "first_class"} <= {
+        *listed(sections(inspect.getdoc(PUBLIC["lowtide.linear_cross_entropy"]).splitlines()))
+    }
+    assert listed(sections(["Args:", "    a, b: two", "    and the", "    rest: go on"])) == [
+        "a",
+        "b",
+        "rest",
+    ]
