@@ -2,7 +2,8 @@
 
 A section is a name with a colon, `Shapes:` or `Memory:`, and the text behind or below it. Entries
 `name: text` of `Args:` and the like become a list of definitions. Single backquotes are code
-(`default_role`), mathematics is Sphinx's own.
+(`default_role`), mathematics is Sphinx's own. The path of a page, `docs/howto/NAME.md`, becomes a
+link.
 """
 
 import re
@@ -18,6 +19,7 @@ NAMES = (
 )
 SECTION = re.compile(rf"^((?:{NAMES})\b[\w, ]*):( .*)?$")
 FIELDS = {"Args", "Attributes", "Raises", "Warns"}
+PAGE = re.compile(r"\bdocs/([\w/]+)\.md\b")
 ENTRY = re.compile(r"^([A-Za-z_][\w, *]*): (.*)$")
 
 
@@ -70,8 +72,13 @@ def _fields(body: list[str]) -> list[str]:
     return out
 
 
+def linked(line: str) -> str:
+    """Return the line with each path of a page as a link, which shows the page's title."""
+    return PAGE.sub(r":doc:`/\1`", line)
+
+
 def _process(_app: Sphinx, _kind: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
-    lines[:] = sections(lines)
+    lines[:] = map(linked, sections(lines))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
