@@ -1,4 +1,4 @@
-"""What the site lists as arguments of a public function are its parameters."""
+"""The site lists as arguments of a public function only its parameters."""
 
 import inspect
 import re

@@ -116,7 +116,7 @@ WIDE = [(N, D, V) for N in (256, 512, 1024, 2048) for D in (4096, 6144, 8192, 16
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_wide_heads_take_three_products(smoothing):
-    """Where the logits are small beside the gradients, class blocks took up to 12 times as long."""
+    """A call takes class blocks nowhere, which took up to 12 times as long."""
     for N, D, V in WIDE:
         if (16 if smoothing else 4) * N <= V:
             _, way, _, held = choice(N, D, V, label_smoothing=smoothing)
@@ -128,12 +128,12 @@ def test_wide_heads_take_three_products(smoothing):
 
 @pytest.mark.parametrize(("N", "D", "V"), [(4096, 8192, 32000), (2048, 8192, 16384)])
 def test_few_classes_per_token(N, D, V):
-    """There the engine of logits would be quicker and less exact."""
+    """Exponentials run, since the engine of logits would be quicker but less exact."""
     assert choice(N, D, V)[:2] == ("exponentials", "single_product")
 
 
 def test_rows_of_a_small_product():
-    """Enough that reading the weight takes no longer than the GEMM."""
+    """A product has so many rows that reading the weight takes no longer than the GEMM."""
     engine, _, _, held = choice(256, 14336, 250880)
     assert engine == "exponentials"
     assert held >= 2 * 256 * 250880 + 4 * 256 * 14336
