@@ -3,8 +3,8 @@
 A function that decides by shapes, strides and dtypes decides the same in each call of a training
 run, and deciding takes the host longer than launching. So the function is rehearsed on tensors
 without memory (core/compile_ahead). Its allocations, launches, operations of torch and collectives
-become a list of steps, which calls that are alike run. In it, a view that only launches read is an
-address, and memory is freed after the last step that reads it.
+become a list of steps, which calls that are alike run. Memory is freed after the last step that
+reads it.
 
 A function that is recorded changes no tensor that it is given. It depends on nothing but shapes,
 strides, dtypes, devices and alignment, and on the `likeness` that its caller passes.
@@ -13,12 +13,12 @@ strides, dtypes, devices and alignment, and on the `likeness` that its caller pa
 import contextlib
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from lowtide.core import torch_private
 from lowtide.core.collectives import Begin, End
@@ -31,18 +31,19 @@ from lowtide.core.compile_ahead.placeholders import (
     placeholder_of,
 )
 from lowtide.core.kernels.launch import watched
+from lowtide.core.recording.script import Run, Unlike, written
 from lowtide.core.recording.steps import (
     AllocationStep,
     BeginStep,
     Box,
     EndStep,
-    Memories,
     MemoryLayout,
     Part,
     Question,
     Start,
-    Unlike,
+    Step,
     layout_of,
+    memories_of,
 )
 
 # Most recordings of a function. At this number it drops all of them, and begins again.
@@ -59,7 +60,6 @@ ALLOCATIONS = {
 }
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
-Step = AllocationStep | Question | Start | BeginStep
 Note = Launch | Operation | Begin | End
 Results = Sequence[Tensor | None]
 
@@ -118,28 +118,40 @@ def _alignment(tensors: Sequence[Tensor | None]) -> Hashable:
     return tuple([0 if each is None else each.data_ptr() % WIDEST for each in tensors])
 
 
-class Recording(NamedTuple):
+@dataclass
+class Recording:
     """Hold the steps of a call, each with the memories that no later step reads."""
 
     steps: list[tuple[Step, tuple[int, ...]]]
-    memories: int
+    given: int
+    """How many memories are the given tensors: the first ones."""
+    dtypes: list[torch.dtype | None]
+    """The dtype of each memory; None for what is no tensor."""
     results: list[Part | None]
-    interpreted: bool
-    speaks: bool
-    """True if there are collectives."""
+    through_triton: Run | None = field(default=None, init=False)
+    by_handle: Run | None = field(default=None, init=False)
+    """Runs the steps; None until all kernels were launched once, or if one has no handle."""
+
+    @property
+    def speaks(self) -> bool:
+        """Return True if there are collectives."""
+        return any(isinstance(step, BeginStep) for step, _ in self.steps)
 
     def run(self, tensors: Results) -> list[Tensor | None]:
-        memories: Memories = [*tensors, *(None,) * (self.memories - len(tensors))]
-        stream = None
-        if not self.interpreted and not watched():  # else launches go through Triton
-            active: Any = driver.active
-            stream = active.get_current_stream(active.get_current_device())
         with torch_private.below_autograd():
-            for step, read in self.steps:
-                step.run(memories, stream)
-                for each in read:
-                    memories[each] = None
-            return [None if each is None else each.tensor(memories) for each in self.results]
+            if self.by_handle is not None and not watched():
+                active: Any = driver.active
+                return self.by_handle(tensors, active.get_current_stream(active.get_current_device()))
+            if self.through_triton is None:
+                self.through_triton = self._written(by_handle=False)
+            found = self.through_triton(tensors, None)
+        starts = [step for step, _ in self.steps if isinstance(step, Start)]
+        if self.by_handle is None and starts and all(each.compiled is not None for each in starts):
+            self.by_handle = self._written(by_handle=True)
+        return found
+
+    def _written(self, *, by_handle: bool) -> Run:
+        return written(self.steps, self.given, self.dtypes, self.results, by_handle=by_handle)
 
 
 def record(function: Callable[..., Results], tensors: Results) -> Recording | None:
@@ -174,11 +186,8 @@ class _Recorder:
         self._make_as_returned()
         results = [None if each is None else self._part(each) for each in self.results]
         steps = [step for note in self.notes if (step := self._step(note)) is not None]
-        interpreted = not any(
-            isinstance(each, Start) and isinstance(each.kernel, JITFunction) for each in steps
-        )
-        in_order = self._with_last_reads(steps, results)
-        return Recording(in_order, len(self.layouts), results, interpreted, bool(self.begun))
+        dtypes = [None if each is None else each.dtype for each in self.layouts]
+        return Recording(self._with_last_reads(steps, results), len(self.given), dtypes, results)
 
     def _add(self, tensor: Tensor | None) -> None:
         if tensor is not None:
@@ -216,7 +225,7 @@ class _Recorder:
             return begun
         if isinstance(note, End):
             begun = self.begun[id(note.begun)]
-            return EndStep(begun.work, begun.begin, begun.tensors)
+            return EndStep(begun.work, begun.tensors)
         if isinstance(note, Launch):
             width, height, depth = (*note.grid, 1, 1)[:3]
             return Start(note.kernel, (width, height, depth), self._described(note.arguments), note.constants)
@@ -254,7 +263,7 @@ class _Recorder:
         self, steps: Sequence[Step], results: Sequence[Part | None]
     ) -> list[tuple[Step, tuple[int, ...]]]:
         """Return the steps with the memories that each is the last to read."""
-        last = {memory: place for place, step in enumerate(steps) for memory in step.memories()}
+        last = {memory: place for place, step in enumerate(steps) for memory in memories_of(step)}
         kept = {*range(len(self.given)), *(each.memory for each in results if each is not None)}
         ends: list[list[int]] = [[] for _ in steps]
         for memory, place in last.items():
