@@ -2,10 +2,11 @@
 
 To look at each step anew, and at each of its arguments, took the host as long as to run the step.
 In the function a memory is a local variable, a view is made once, where it is first used, and a
-tensor that a kernel is given by its handle is an address. Each is freed after its last use.
+tensor that a kernel is given by its handle is an address. Each is freed after its last use, but
+for small memories that only such launches use: they are one allocation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +23,15 @@ from lowtide.core.recording.steps import (
     Start,
     Step,
     layout_of,
+    memories_of,
 )
 
 Run = Callable[[Sequence[Tensor | None], int | None], list[Tensor | None]]
 """Returns the results, from the given tensors and the stream of launches by handle."""
 
+# The most bytes of a memory that shares an allocation; and how far apart such memories begin, which
+# is as far as torch's own allocations do.
+SMALL, APART = 1 << 16, 512
 PLAIN = (bool, int, str, type(None))  # types of constants that are written as they are
 
 
@@ -49,6 +54,8 @@ def written(
     go by the kernels' handles.
     """
     script = _Script(dtypes, by_handle)
+    if by_handle:
+        script.allocate_together(_only_launched([step for step, _ in steps], results))
     for step, read in steps:
         script.add(step)
         script.free(read)
@@ -74,10 +81,27 @@ class _Script:
         }
         """Each object by its name in the lines."""
         self.variables: dict[int, dict[Any, str]] = {}
-        """For each memory the variables of its views and of its address."""
+        """For each memory the variables of its views and, by None, its address."""
+        self.allocated: dict[int, MemoryLayout] = {}
+
+    def allocate_together(self, steps: Sequence[AllocationStep]) -> None:
+        """Let small memories, of which launches use the addresses, be parts of one."""
+        steps = [each for each in steps if each.device == steps[0].device and _bytes(each) <= SMALL]
+        if len(steps) < 2:
+            return
+        begins = 0
+        for each in steps:
+            self._variables(each.memory)[None] = f"small + {begins}"
+            begins += -(-_bytes(each) // APART) * APART
+        options = f"dtype={self.value(torch.uint8)}, device={self.value(steps[0].device)}"
+        self.lines.append(f"together = empty_strided(({begins},), (1,), {options})")
+        self.lines.append("small = together.data_ptr()")
 
     def add(self, step: Step) -> None:
         if isinstance(step, AllocationStep):
+            if None in self._variables(step.memory):
+                return
+            self.allocated[step.memory] = step.layout
             shape, strides, dtype = step.layout
             options = f"dtype={self.value(dtype)}, device={self.value(step.device)}"
             self.lines.append(f"m{step.memory} = empty_strided({(*shape,)}, {(*strides,)}, {options})")
@@ -115,7 +139,10 @@ class _Script:
                 self.lines.append(f"compare({name}, {self.value(part.layout)}, {self.value(step.function)})")
 
     def free(self, memories: Sequence[int]) -> None:
-        freed = [each for memory in memories for each in (f"m{memory}", *self._variables(memory).values())]
+        freed = []
+        for memory in memories:
+            views = [name for part, name in self._variables(memory).items() if part is not None]
+            freed += [f"m{memory}", *views]
         if freed:
             self.lines.append(f"{' = '.join(freed)} = None")
 
@@ -160,9 +187,46 @@ class _Script:
     def _view(self, part: Part) -> str:
         memory, (shape, strides, dtype) = f"m{part.memory}", part.layout
         where = f"{(*shape,)}, {(*strides,)}"
-        if self.dtypes[part.memory] is not dtype:
-            return f"of_other_dtype({memory}, {self.value(dtype)}, {part.offset}, {where})"
-        return f"{memory}.as_strided({where}, {memory}.storage_offset() + {part.offset // dtype.itemsize})"
+        first, made = part.offset // dtype.itemsize, self.allocated.get(part.memory)
+        if self.dtypes[part.memory] is dtype:
+            return f"{memory}.as_strided({where}, {memory}.storage_offset() + {first})"
+        if made is not None and _is_viewed_as(made, dtype):
+            return f"{memory}.view({self.value(dtype)}).as_strided({where}, {first})"
+        return f"of_other_dtype({memory}, {self.value(dtype)}, {part.offset}, {where})"
+
+
+def _only_launched(steps: Sequence[Step], results: Sequence[Part | None]) -> list[AllocationStep]:
+    """Return the allocations of memories that launches use by their addresses, and nothing else."""
+    others = {each.memory for each in results if each is not None}
+    for step in steps:
+        if isinstance(step, Start):
+            others.update(_boxed(step.arguments))
+        elif not isinstance(step, AllocationStep):
+            others.update(memories_of(step))
+    return [each for each in steps if isinstance(each, AllocationStep) and each.memory not in others]
+
+
+def _boxed(value: Any) -> Iterator[int]:
+    """Yield the memories of tensor descriptors, which hold tensors."""
+    if isinstance(value, Box):
+        yield value.part.memory
+    elif type(value) is tuple:
+        for each in value:
+            yield from _boxed(each)
+
+
+def _bytes(step: AllocationStep) -> int:
+    shape, strides, dtype = step.layout
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides))
+    return max(0, reach + 1) * dtype.itemsize if 0 not in shape else 0
+
+
+def _is_viewed_as(layout: MemoryLayout, dtype: torch.dtype) -> bool:
+    """Return True if Tensor.view takes a new tensor of this layout for one of the dtype."""
+    wider = max(1, dtype.itemsize // layout.dtype.itemsize)
+    if not layout.shape or layout.strides[-1] != 1:
+        return False
+    return not any(each % wider for each in (layout.shape[-1], *layout.strides[:-1]))
 
 
 def _of_other_dtype(

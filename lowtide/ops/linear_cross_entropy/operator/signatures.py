@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall
 
 ALIGNMENT = 16  # bytes; of tensor maps, and of Triton's vectors
-PLAIN = (type(None), bool, int, float, str)
+PLAIN = frozenset({type(None), bool, int, float, str})
 
 Signature = tuple[Hashable, ...]
 
@@ -48,7 +48,7 @@ def signature(tensors: Tensors, *options: Any) -> Signature | None:
     if scale is not None:
         tensors, options = tensors._replace(logit_scale=None), (*options, scale)
     kinds = tuple(map(type, options))
-    if not all(kind in PLAIN for kind in kinds):
+    if not PLAIN.issuperset(kinds):
         return None
     input, linear_weight, target, *others = tensors
     given = [input, linear_weight, target, *[each for each in others if each is not None]]

@@ -1,0 +1,130 @@
+"""Functions that recordings are written as, with launches by handle that the CPU computes."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lowtide.core.recording import script
+from lowtide.core.recording.steps import AllocationStep, MemoryLayout, Part, Question, Start, layout_of
+
+CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+
+
+def add(*values):
+    """As a compiled kernel: out = sum of x, each of a count of float32 numbers at an address."""
+    *_, out, terms, count = values
+    read = ctypes.c_float * count
+    sums = [sum(column) for column in zip(*(read.from_address(each) for each in terms))]
+    read.from_address(out)[:] = sums
+
+
+def launch(out, *terms, count):
+    start = Start(SimpleNamespace(params=[]), (1, 1, 1), (out, terms, count), {})
+    start.compiled = SimpleNamespace(run=add, function=7, packed_metadata=())
+    return start
+
+
+def vector(memory, count, first=0):
+    return Part(memory, 4 * first, MemoryLayout((count,), (1,), F32), not first)
+
+
+def allocation(memory, count, dtype=F32):
+    return AllocationStep(memory, MemoryLayout((count,), (1,), dtype), CPU)
+
+
+def run(steps, given, dtypes, results):
+    function = script.written([(step, ()) for step in steps], len(given), dtypes, results, by_handle=True)
+    return function(given, 3)
+
+
+@pytest.fixture
+def allocated(monkeypatch):
+    """Collect the sizes in bytes of what is allocated."""
+    sizes, empty = [], torch.empty_strided
+
+    def counted(*layout, **options):
+        made = empty(*layout, **options)
+        sizes.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty_strided", counted)
+    return sizes
+
+
+def test_small_memories_that_only_launches_use_are_one_allocation(allocated):
+    x = torch.arange(8.0)
+    steps = [
+        *(allocation(1, 8), allocation(2, 8), allocation(3, 8)),
+        launch(vector(1, 8), vector(0, 8), vector(0, 8), count=8),
+        launch(vector(2, 8), vector(1, 8), vector(0, 8), count=8),
+        launch(vector(3, 4), vector(1, 4), vector(2, 4, first=4), count=4),
+    ]
+    (found,) = run(steps, [x], [F32] * 4, [vector(3, 8)])
+    assert torch.equal(found[:4], 2 * x[:4] + 3 * x[4:])
+    assert sorted(allocated) == [8 * 4, 2 * script.APART]
+
+
+def test_a_large_memory_is_an_allocation_of_its_own(allocated):
+    count = script.SMALL // 4 + 1
+    x = torch.rand(count)
+    steps = [
+        *(allocation(1, count), allocation(2, 4), allocation(3, 4)),
+        launch(vector(1, count), vector(0, count), count=count),
+        launch(vector(2, 4), vector(1, 4), count=4),
+        launch(vector(3, 4), vector(2, 4), count=4),
+    ]
+    (found,) = run(steps, [x], [F32] * 4, [vector(3, 4)])
+    assert torch.equal(found, x[:4])
+    assert sorted(allocated) == [16, 16, 4 * count]  # one small one has nothing to share with
+
+
+def test_a_memory_that_torch_reads_is_a_tensor(allocated):
+    x = torch.rand(4)
+    question = Question(torch.ops.aten.neg.default, (vector(2, 4),), {}, (vector(3, 4),))
+    steps = [
+        *(allocation(1, 4), allocation(2, 4)),
+        launch(vector(1, 4), vector(0, 4), count=4),
+        launch(vector(2, 4), vector(1, 4), vector(0, 4), count=4),
+        question,
+    ]
+    (found,) = run(steps, [x], [F32] * 4, [vector(3, 4)])
+    assert torch.equal(found, -2 * x)
+    assert allocated == [16, 16]
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (3, 7), (9,)])
+@pytest.mark.parametrize("dtypes", [(BF16, F32), (F32, BF16), (F32, torch.int32)])
+def test_a_view_in_another_dtype_is_of_the_same_memory(shape, dtypes):
+    """A new memory goes by Tensor.view where that takes its sizes; others go by their storage."""
+    own, other = dtypes
+    layout = layout_of(torch.empty(shape, dtype=own))
+    part = Part(1, 8, MemoryLayout((1,), (1,), other), False)
+    filled = Question(torch.ops.aten.fill_.Scalar, (part, 3), {}, ())
+    of_given = Question(torch.ops.aten.fill_.Scalar, (part._replace(memory=0), 3), {}, ())
+    whole = Part(1, 0, layout, True)
+    zeroed = Question(torch.ops.aten.zero_.default, (whole,), {}, ())
+    given = torch.zeros(shape, dtype=own)
+    steps = [AllocationStep(1, layout, CPU), zeroed, filled, of_given]
+    (found,) = run(steps, [given], [own, own], [whole])
+    expected = torch.zeros(shape, dtype=own)
+    expected.view(-1).view(torch.uint8)[8 : 8 + other.itemsize] = torch.tensor([3], dtype=other).view(
+        torch.uint8
+    )
+    assert torch.equal(found, expected)
+    assert torch.equal(given, expected)
+
+
+def test_an_operation_that_returns_several_tensors():
+    x = torch.rand(3, 4)
+    values, places = (
+        Part(each, 0, MemoryLayout((3,), (1,), dtype), True) for each, dtype in ((1, F32), (2, torch.int64))
+    )
+    largest = Question(torch.ops.aten.max.dim, (Part(0, 0, layout_of(x), True), 1), {}, (values, places))
+    found = run([largest], [x], [F32, F32, torch.int64], [places, None, values])
+    assert torch.equal(found[0], x.argmax(1))
+    assert found[1] is None
+    assert torch.equal(found[2], x.amax(1))
