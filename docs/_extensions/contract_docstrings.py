@@ -2,12 +2,14 @@
 
 A section is a name with a colon, `Shapes:` or `Memory:`, and the text behind or below it. Entries
 `name: text` of `Args:` and the like become a list of definitions. Single backquotes are code
-(`default_role`), mathematics is Sphinx's own. The path of a page, `docs/howto/NAME.md`, becomes a
+(`default_role`), mathematics is Sphinx's own. The title of a page, `the page "The loss"`, becomes a
 link.
 """
 
 import re
+from functools import cache
 from itertools import takewhile
+from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
 
@@ -19,7 +21,8 @@ NAMES = (
 )
 SECTION = re.compile(rf"^((?:{NAMES})\b[\w, ]*):( .*)?$")
 FIELDS = {"Args", "Attributes", "Raises", "Warns"}
-PAGE = re.compile(r"\bdocs/([\w/]+)\.md\b")
+DOCS = Path(__file__).parents[1]
+PAGE = re.compile(r'\b([Tt]he page\s+)"([^"]+)"')
 ENTRY = re.compile(r"^([A-Za-z_][\w, *]*): (.*)$")
 
 
@@ -72,13 +75,30 @@ def _fields(body: list[str]) -> list[str]:
     return out
 
 
-def linked(line: str) -> str:
-    """Return the line with each path of a page as a link, which shows the page's title."""
-    return PAGE.sub(r":doc:`/\1`", line)
+@cache
+def pages() -> list[tuple[str, str]]:
+    """Return each page as `/howto/NAME`, with its title."""
+    paths = [*DOCS.glob("*.md"), *DOCS.glob("[a-z]*/*.md")]
+    titles = (re.search(r"^# (.+)$", path.read_text(), re.MULTILINE) for path in paths)
+    names = (f"/{path.relative_to(DOCS).with_suffix('').as_posix()}" for path in paths)
+    return [(name, title[1]) for name, title in zip(names, titles) if title]
+
+
+def linked(text: str) -> str:
+    """Return the text with each title of a page as a link."""
+
+    def link(match: re.Match[str]) -> str:
+        title = " ".join(match[2].split())
+        found = [name for name, each in pages() if each == title]
+        if len(found) != 1:
+            raise ValueError(f"a docstring names the page {title!r}; of this title are {found}")
+        return f"{match[1]}:doc:`{found[0]}`"
+
+    return PAGE.sub(link, text)
 
 
 def _process(_app: Sphinx, _kind: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
-    lines[:] = map(linked, sections(lines))
+    lines[:] = linked("\n".join(sections(lines))).split("\n")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

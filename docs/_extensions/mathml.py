@@ -16,5 +16,8 @@ def _inline(translator: nodes.NodeVisitor, node: nodes.math) -> None:
 
 
 def _display(translator: nodes.NodeVisitor, node: nodes.math_block) -> None:
-    translator.body.append(f'<div class="formula">{convert(node.astext(), display="block")}</div>\n')
+    latex = node.astext()
+    if "&" in latex:  # in several lines, as in Sphinx's other renderers
+        latex = rf"\begin{{split}}{latex}\end{{split}}"
+    translator.body.append(f'<div class="formula">{convert(latex, display="block")}</div>\n')
     raise nodes.SkipNode

@@ -38,11 +38,11 @@ def grpo(
     The loss of a token is
 
     .. math::
-        r_{it} &= \frac{\pi(y_{it})}{\pi_\mathrm{old}(y_{it})}, \qquad
-        d_{it} = \log \frac{\pi_\mathrm{ref}(y_{it})}{\pi(y_{it})}, \\
-        \ell_{it} &= -\min\bigl(r_{it} A_i,\
-                     \mathrm{clip}(r_{it}, 1 - \epsilon, 1 + \epsilon_\mathrm{high}) A_i\bigr)
-                     + \beta (e^{d_{it}} - d_{it} - 1).
+        r_{it} &= \frac{\pi(y_{it})}{\pi_\mathrm{old}(y_{it})}, \\
+        d_{it} &= \log \frac{\pi_\mathrm{ref}(y_{it})}{\pi(y_{it})}, \\
+        \ell_{it} &= -\min\bigl(r_{it} A_i,
+                     \mathrm{clip}(r_{it}, 1 - \epsilon, 1 + \epsilon_\mathrm{high}) A_i\bigr) \\
+                   &\qquad + \beta (e^{d_{it}} - d_{it} - 1).
 
     With ``importance_sampling_level="sequence"`` (GSPO) all tokens of a sequence share
     :math:`r_i = \exp \frac{1}{|y_i|} \sum_t \log r_{it}`.

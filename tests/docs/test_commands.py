@@ -19,7 +19,8 @@ def commands_of(page):
     fences = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     indented = re.findall(r"^    lowtide .*$|^    \.venv/bin/lowtide .*$", page.read_text(), re.MULTILINE)
     directives = re.findall(r"^:command: (lowtide .*)$", page.read_text(), re.MULTILINE)
-    return [match[1] for text in (*fences, *indented, *directives) for match in COMMAND.finditer(text)]
+    texts = (text.replace("\\\n", "") for text in (*fences, *indented, *directives))
+    return [match[1] for text in texts for match in COMMAND.finditer(text)]
 
 
 FOUND = {page.relative_to(ROOT).as_posix(): commands_of(page) for page in [ROOT / "README.md", *PAGES]}

@@ -14,11 +14,21 @@ PUBLIC = {f"{each.__name__}.{name}": getattr(each, name) for each in MODULES for
 
 
 @pytest.fixture
-def sections(monkeypatch):
+def extension(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
     import contract_docstrings
 
-    return contract_docstrings.sections
+    return contract_docstrings
+
+
+@pytest.fixture
+def sections(extension):
+    return extension.sections
+
+
+@pytest.fixture
+def linked(extension):
+    return extension.linked
 
 
 def listed(lines):
@@ -48,3 +58,20 @@ def test_arguments_are_found(sections):
         "b",
         "rest",
     ]
+
+
+def test_title_of_a_page_becomes_a_link(linked):
+    text = 'The page "Which way\n    a call takes" has it.'
+    assert linked(text) == "The page :doc:`/reference/ways` has it."
+    with pytest.raises(ValueError, match="names the page 'No such page'"):
+        linked('see the page "No such page"')
+    with pytest.raises(ValueError, match="/performance/attention"):
+        linked('see the page "Attention"')
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_name_pages_by_their_titles(name, linked):
+    """A wheel has no files of docs/; and each title is that of one page."""
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    assert "docs/" not in text
+    linked(text)

@@ -153,6 +153,12 @@ def test_contract_has_formulas_and_arguments(site):
     )
 
 
+def test_formulas_are_read_whole(site):
+    """Neither a command nor an alignment is left in one as it was typed."""
+    for page in site.rglob("*.html"):
+        assert not re.findall(r"<m[io]>(?:\\|&)(?:amp;)?(?:\w+)?</m[io]>", page.read_text()), page
+
+
 def test_reference_has_every_public_name(site):
     import lowtide
 
@@ -281,3 +287,45 @@ def test_browser_pages_fit_their_width(site, width):
             narrow = """return [...document.querySelectorAll('article td')].filter(
                 e => e.innerText.trim().length > 3 && e.getBoundingClientRect().width < 35).length"""
             assert driver.execute_script(narrow) == 0, name
+
+
+@needs_browser
+def test_browser_cuts_nothing_on_a_common_screen(site):
+    """At 1280 pixels neither code, tables and formulas nor entries of the right sidebar."""
+    cut = """const right = e => e.getBoundingClientRect().right;
+        const sidebar = document.querySelector('.bd-sidebar-secondary');
+        const cut = [...document.querySelectorAll('article :is(pre, table, .formula)')].filter(
+            e => e.scrollWidth > e.clientWidth + 1);
+        const beyond = [...document.querySelectorAll('.bd-sidebar-secondary .nav-link *')].filter(
+            e => right(e) > right(sidebar));
+        return [...cut, ...beyond].map(e => e.textContent.slice(0, 80))"""
+    size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    pages = [page.relative_to(site).as_posix() for page in site.rglob("*.html")]
+    with browser.served(site) as address, browser.started() as driver:
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        for page in pages:
+            if not page.startswith(("_static/", "decisions/")):
+                driver.get(f"{address}/{page}")
+                assert driver.execute_script(cut) == [], page
+
+
+@needs_browser
+def test_browser_shows_labels_on_a_phone(site):
+    """A table of two columns is whole, and one of numbers keeps its first column as it scrolls."""
+    whole = """return [...document.querySelectorAll('article table')].filter(
+        e => e.querySelector('tr > td:nth-child(2):last-child') && e.scrollWidth > e.clientWidth + 1
+    ).length"""
+    moved = """const table = document.querySelector('article table.benchmark');
+        const name = table.querySelector('td'), left = name.getBoundingClientRect().left;
+        table.scrollLeft = 100;
+        return [table.scrollLeft, name.getBoundingClientRect().left - left]"""
+    size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+    with browser.served(site) as address, browser.started() as driver:
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        for name in ("migrate/liger", "migrate/xformers", "reference/loss", "reference/ways"):
+            driver.get(f"{address}/{name}.html")
+            assert driver.execute_script(whole) == 0, name
+        driver.get(f"{address}/performance/heads.html")
+        scrolled, left = driver.execute_script(moved)
+        assert scrolled == 100
+        assert abs(left) < 2

@@ -47,10 +47,10 @@ def register_attention() -> None:
     scores. A query that sees no key, as in padding on the left, gets 0; "eager" averages over all
     values. Beside a position bias such a query gets an average over hidden keys.
 
-    Memory: O(M). The scores never exist. A mask is a few numbers, padding is [B, 1, 1, N];
-    docs/reference/models.md lists what else is allocated and when. A mask of [B, 1, M, N] always
-    gives a :class:`DenseMaskWarning`, unless the caller has passed one. A position bias has the
-    size that the model gives it.
+    Memory: O(M). The scores never exist. A mask is a few numbers, padding is [B, 1, 1, N]; the page
+    "Transformers, model by model" of the documentation lists what else is allocated and when. A
+    mask of [B, 1, M, N] always gives a :class:`DenseMaskWarning`, unless the caller has passed one.
+    A position bias has the size that the model gives it.
 
     Raises:
         ImportError: for versions of Transformers whose masks take other arguments (before

@@ -127,7 +127,8 @@ def memory_efficient_attention(
             that they support, and "torch" (tiles of BLAS products) elsewhere. "reference" is the
             plain definition, which holds all scores. A backend that is named runs, or raises with
             the reason why it cannot. But under a transform, the definition runs in chunks of
-            queries in place of "triton" and "torch". docs/reference/ways.md has the table.
+            queries in place of "triton" and "torch". The page "Which way a call takes" of the
+            documentation has the table.
 
     Dtypes: float16, bfloat16, float32 or float64, the same for query, key and value. Autocast casts
     these three to its dtype, except float64. The bias may have any of the four dtypes. The result

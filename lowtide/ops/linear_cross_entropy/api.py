@@ -130,8 +130,8 @@ def linear_cross_entropy(
         tokens_sharded: True if each rank of the group passes tokens of its own, whose losses count
             together; False if all ranks pass the same tokens.
         segments: divide the classes into this many segments, and merge their statistics in order.
-            Then the bits of the result do not depend on the number of ranks; see
-            docs/howto/divided_head.md.
+            Then the bits of the result do not depend on the number of ranks; see the page "A head
+            whose classes are divided over ranks" of the documentation.
 
     Sharded heads:
         The classes may be divided over ranks (tensor parallelism): linear_weight is a DTensor with
@@ -141,7 +141,8 @@ def linear_cross_entropy(
         ranks gather three numbers a row (more with some options) and sum the input's gradient. No
         rank holds logits of all classes. In each call the hosts check that the calls of all ranks
         fit together. The hosts wait for each other, and on CUDA none waits for its card. Such a
-        head has first derivatives by backward alone. docs/howto/divided_head.md has the rest.
+        head has first derivatives by backward alone. The page "A head whose classes are divided
+        over ranks" of the documentation has the rest.
 
     Precision:
         Products take operands in the input's dtype (autocast's under autocast). Their sums, the
@@ -214,14 +215,15 @@ def linear_cross_entropy(
 
     NaN and infinities reach the loss as in torch. A NaN in an ignored row reaches no loss. Whether
     it reaches gradients depends on the path: the CPU leaves the row out, and so do large calls on
-    Hopper (docs/reference/loss.md); a path that multiplies the row by 0 keeps the NaN. An upstream
-    gradient that is not finite makes an ignored row's gradient NaN for mean and sum. If all
-    targets have class weight 0, smoothing makes the mean infinite; in torch it is NaN. The mean
-    over one ignored row without a batch is NaN here; in torch it is 0 on CUDA and NaN everywhere
-    else.
+    Hopper (see the page "The loss" of the documentation); a path that multiplies the row by 0 keeps
+    the NaN. An upstream gradient that is not finite makes an ignored row's gradient NaN for mean
+    and sum. If all targets have class weight 0, smoothing makes the mean infinite; in torch it is
+    NaN. The mean over one ignored row without a batch is NaN here; in torch it is 0 on CUDA and NaN
+    everywhere else.
 
     FSDP2: a sharded parameter is gathered once around the call, and its gradient is reduced once
-    after backward, whichever unit the head belongs to (docs/howto/distributed.md).
+    after backward, whichever unit the head belongs to (see the page "DDP, FSDP2 and tensor
+    parallelism" of the documentation).
 
     Raises:
         ValueError, TypeError: for shapes, dtypes, devices and options that do not fit, for sparse,

@@ -22,7 +22,10 @@ from lowtide.core.errors import Absent, ArgumentError, ArgumentTypeError, advise
 from lowtide.ops.attention.definition import advice
 
 # Advice on how to add several tensors up to one bias; the page that it names has an example.
-ONE_TENSOR = "a bool one as bias.masked_fill(~seen, -inf); docs/howto/bias_attention.md, With padding"
+ONE_TENSOR = (
+    "a bool one as bias.masked_fill(~seen, -inf); "
+    'With padding, on the page "Attention with a trained bias" of the documentation, has an example'
+)
 # A side of a window that no call reaches; with it, positions are int32.
 WIDEST = 1 << 30
 TWO_BIASES = f"this mask has a bias already; add the two tensors first, {ONE_TENSOR}"
