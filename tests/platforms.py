@@ -110,6 +110,8 @@ def compile_way(way: Way, architecture: Architecture) -> dict[str, object]:
     names = builds_of(way, architecture)
     for name in names:
         build = way.module.BUILDS[name]
+        if architecture.amd:  # a program has at most 1,024 threads, and an AMD warp has 64
+            build = build._replace(warps=min(build.warps, 16))
         try:
             result = way.module.resources(name, build, architecture.target)
         except Exception as error:  # Said in the table, so that one kernel does not hide the others.

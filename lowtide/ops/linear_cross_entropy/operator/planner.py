@@ -33,8 +33,9 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
 )
 
 # A GEMM that forms dX has half as many rows where its result would take more than 1/40 of the
-# workspace. Half as many rows are hardly slower, and more rows per chunk gain more.
-PRODUCT_PART = 40  # decision 0032
+# workspace, unless one chunk of few tokens fits beside it. Half as many rows are a little slower,
+# and more rows per chunk gain more.
+PRODUCT_PART = 40  # decisions 0032 and 0076
 
 
 # In order of preference.
@@ -249,7 +250,7 @@ def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
     rows = of_number * counts.N * counts.D
     workspace = granted_bytes(options.workspace, options.dense, counts, rows=rows)
     fitted = counts.with_smaller_products(workspace) if options.few_tokens else counts
-    if fitted is not counts and fitted.one_chunk <= workspace:
+    if options.few_tokens and fitted.one_chunk <= workspace:
         counts = fitted
     elif PRODUCT_PART * counts.product_rows * counts.product > workspace:
         counts = replace(counts, product_rows=counts.product_rows // 2)

@@ -61,13 +61,13 @@ def _softmax(gradient: str | None, **changes: Any) -> Build:
         "ops.linear_cross_entropy.engines.logits.softmax_triton",
         "_softmax_gradient_kernel",
         arguments | changes,
-        warps=16,
+        warps=32 if changes.get("BLOCK", 16384) == 16384 else 16,
         spills=spills,
         fuses=not changes.get("SOFTCAP"),
     )
 
 
-_CHAIN = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0, "BLOCK": 8192}
+_CHAIN = {"bias_B_ptr": F32, "scale_ptr": F32, "SOFTCAP": 30.0, "BLOCK": 4096}
 _CHAINED = {**_CHAIN, "lse_coef_C_ptr": F32, "grad_dot_logit_C_ptr": F32, "class_weight_B_ptr": F32}
 _SMOOTHED = {"smoothing_coef_C_ptr": F32, "smooth_nll_C_ptr": F32, **_CHAINED}
 _SOFT = {

@@ -27,9 +27,10 @@ from lowtide.ops.linear_cross_entropy.engines.row_math_triton import (
     whole_softmax_coef,
 )
 
-# Logits per step of a program; half as many with most options, which take more registers.
-BLOCK, BLOCK_WITH_OPTIONS = 16384, 8192
-WARPS = 16  # decision 0001
+# Logits per step of a program, and its warps (decision 0076). It has as many threads as there can
+# be: an AMD warp has 64. With most options a thread has registers for a quarter as many logits.
+BLOCK, WARPS = 16384, 16 if torch.version.hip else 32
+BLOCK_WITH_OPTIONS, WARPS_WITH_OPTIONS = 4096, 16
 
 # Finite, so that exp(LOWEST - z) is 0 and not NaN before the first logit is read.
 LOWEST = tl.constexpr(-3.0e38)
@@ -275,7 +276,9 @@ def softmax_gradient_into(
     plain = (
         transform.bias_V is None and not transform.softcap and all(each is None for each in in_second_read)
     )
-    block = min(BLOCK if plain else BLOCK_WITH_OPTIONS, next_power_of_2(B))
+    block, warps = (BLOCK, WARPS) if plain and B >= BLOCK else (BLOCK_WITH_OPTIONS, WARPS_WITH_OPTIONS)
+    if next_power_of_2(B) < block:
+        block, warps = next_power_of_2(B), 4
     soft_strides = (0, 0) if columns.soft_CB is None else columns.soft_CB.stride()
     if C:
         _softmax_gradient_kernel[(C,)](
@@ -298,7 +301,7 @@ def softmax_gradient_into(
             GRADIENT=gradient,
             SECOND_READ=gradient or any(each is not None for each in in_second_read),
             BLOCK=block,
-            num_warps=WARPS if block >= 4096 else 4,
+            num_warps=warps,
             # With fused multiply-adds, the soft cap's 1 - room would be rounded once in one read of
             # the logits and twice in the other. Then z - max would not be 0 at the maximum.
             enable_fp_fusion=transform.softcap == 0,

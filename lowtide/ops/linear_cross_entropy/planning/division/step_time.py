@@ -75,8 +75,10 @@ def few_tokens_seconds(engine: str, counts: ByteCounts, tiling: Tiling, chunks: 
     if engine == "exponentials":
         card = chunk_seconds(counts, N, tiling.weight_gradient, tiling.sum_bits, tiling.product_rows)
     else:
-        gemms = ((N, V, D, 4 * N * V), (N, D, V, 2 * N * D), (V, D, N, 2 * V * D))
-        card = sum(cost_model.product_seconds(*each) for each in gemms)
+        rows = -(-N // chunks)
+        card = chunks * cost_model.product_seconds(rows, V, D, 4 * rows * V)
+        card += cost_model.product_of_rows_seconds(N, D, V, most=tiling.product_rows)
+        card += cost_model.product_seconds(V, D, N, 2 * V * D)
         card += cost_model.traffic_seconds(SOFTMAX_BYTES * N * V)
         host += (chunks - 1) * HOST_OF_CHUNK
     reads_and_writes = 3 * 2 * V * D / WEIGHT_SPEED  # the weight twice, and its gradient
