@@ -80,8 +80,10 @@ def _load_soft(soft_ptr, class_weight_ptr, stride, keep, floor, columns, B):
     return tl.where(columns < B, soft_b, 0.0)
 
 
+# For strides that are multiples of 16 Triton gives each thread vectors. If the end of the rows cuts
+# one, it reads all of them number by number, and the kernel takes twice as long.
 @remember_launches
-@triton.jit
+@triton.jit(do_not_specialize=["logits_stride", "grad_stride", "soft_row_stride"])
 def _softmax_gradient_kernel(
     logits_CB_ptr,
     grad_CB_ptr,
