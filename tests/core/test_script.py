@@ -68,6 +68,27 @@ def test_small_memories_that_only_launches_use_are_one_allocation(allocated):
     assert sorted(allocated) == [8 * 4, 2 * script.APART]
 
 
+def test_a_small_memory_takes_the_place_of_one_that_is_read_no_more(allocated):
+    """Of a chain of vectors two are in use at a time, but for one that is read at the end."""
+    x, links = torch.rand(4), 20
+    last = links + 1
+    steps = [(allocation(1, 4), ()), (launch(vector(1, 4), vector(0, 4), count=4), ())]
+    for link in range(2, last):
+        terms = vector(link - 1, 4), vector(0, 4)
+        read = (link - 1,) if link > 2 else ()
+        steps += [(allocation(link, 4), ()), (launch(vector(link, 4), *terms, count=4), read)]
+    steps += [
+        (allocation(last, 4), ()),
+        (launch(vector(last, 4), vector(links, 4), vector(1, 4), count=4), ()),
+    ]
+    run = script.written(steps, 1, [F32] * (last + 1), [vector(last, 4)], by_handle=True)
+    for given in (x, 3 * x):
+        allocated.clear()
+        (found,) = run([given], 3)
+        torch.testing.assert_close(found, (links + 1) * given)
+        assert sorted(allocated) == [16, 3 * script.APART]
+
+
 def test_a_large_memory_is_an_allocation_of_its_own(allocated):
     count = script.SMALL // 4 + 1
     x = torch.rand(count)

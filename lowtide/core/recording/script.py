@@ -2,8 +2,9 @@
 
 To look at each step anew, and at each of its arguments, took the host as long as to run the step.
 In the function a memory is a local variable, a view is made once, where it is first used, and a
-tensor that a kernel is given by its handle is an address. Each is freed after its last use, but
-for small memories that only such launches use: they are one allocation.
+tensor that a kernel is given by its handle is an address. Each is freed after its last use. Small
+memories that only such launches use are parts of one allocation, where one takes the place of
+another that is read no more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,7 @@ def written(
     """
     script = _Script(dtypes, by_handle)
     if by_handle:
-        script.allocate_together(_only_launched([step for step, _ in steps], results))
+        script.allocate_together(steps, results)
     for step, read in steps:
         script.add(step)
         script.free(read)
@@ -84,17 +85,20 @@ class _Script:
         """For each memory the variables of its views and, by None, its address."""
         self.allocated: dict[int, MemoryLayout] = {}
 
-    def allocate_together(self, steps: Sequence[AllocationStep]) -> None:
+    def allocate_together(
+        self, steps: Sequence[tuple[Step, Sequence[int]]], results: Sequence[Part | None]
+    ) -> None:
         """Let small memories, of which launches use the addresses, be parts of one."""
-        steps = [each for each in steps if each.device == steps[0].device and _bytes(each) <= SMALL]
-        if len(steps) < 2:
+        small = _only_launched([step for step, _ in steps], results)
+        small = [each for each in small if each.device == small[0].device and _bytes(each) <= SMALL]
+        if len(small) < 2:
             return
-        begins = 0
-        for each in steps:
-            self._variables(each.memory)[None] = f"small + {begins}"
-            begins += -(-_bytes(each) // APART) * APART
-        options = f"dtype={self.value(torch.uint8)}, device={self.value(steps[0].device)}"
-        self.lines.append(f"together = empty_strided(({begins},), (1,), {options})")
+        begins = _places(steps, {each.memory: -(-_bytes(each) // APART) * APART for each in small})
+        for memory, (begin, _) in begins.items():
+            self._variables(memory)[None] = f"small + {begin}"
+        size = max(end for _, end in begins.values())
+        options = f"dtype={self.value(torch.uint8)}, device={self.value(small[0].device)}"
+        self.lines.append(f"together = empty_strided(({size},), (1,), {options})")
         self.lines.append("small = together.data_ptr()")
 
     def add(self, step: Step) -> None:
@@ -204,6 +208,23 @@ def _only_launched(steps: Sequence[Step], results: Sequence[Part | None]) -> lis
         elif not isinstance(step, AllocationStep):
             others.update(memories_of(step))
     return [each for each in steps if isinstance(each, AllocationStep) and each.memory not in others]
+
+
+def _places(steps: Sequence[tuple[Step, Sequence[int]]], sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
+    """Return where memories of these sizes begin and end, so that none overlaps another in use."""
+    places: dict[int, tuple[int, int]] = {}
+    used: set[int] = set()
+    for step, read in steps:
+        if isinstance(step, AllocationStep) and step.memory in sizes:
+            begin, size = 0, sizes[step.memory]
+            for first, end in sorted(places[each] for each in used):
+                if begin + size <= first:
+                    break
+                begin = max(begin, end)
+            places[step.memory] = begin, begin + size
+            used.add(step.memory)
+        used.difference_update(read)
+    return places
 
 
 def _boxed(value: Any) -> Iterator[int]:
