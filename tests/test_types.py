@@ -117,11 +117,13 @@ def folder(tmp_path_factory):
     """A user's, with what mypy and pyright read of torch and lowtide."""
     folder = tmp_path_factory.mktemp("types")
     package = Path(lowtide.__file__).parents[1]
+    # mypy finds what is installed by itself, and takes no path to it.
+    paths = [folder] if package.name == "site-packages" else [folder, package]
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.pyi").write_text(TORCH)
     (folder / "torch" / "nn.pyi").write_text(NN)
     (folder / "mypy.ini").write_text(
-        f"[mypy]\npython_version = 3.10\nstrict = True\nmypy_path = {folder}:{package}\n"
+        f"[mypy]\npython_version = 3.10\nstrict = True\nmypy_path = {':'.join(map(str, paths))}\n"
         "follow_imports = silent\nignore_missing_imports = true\n"
         "[mypy-torch.*,numpy.*,triton.*,transformers.*]\nfollow_imports = skip\n"
     )
@@ -133,8 +135,10 @@ def folder(tmp_path_factory):
 def mypy(folder):
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "program.py"]
-    printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stdout
-    return [line.removeprefix("program.py:") for line in printed.splitlines() if ": error:" in line]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    found = [line.removeprefix("program.py:") for line in done.stdout.splitlines() if ": error:" in line]
+    assert done.returncode == bool(found), done.stdout + done.stderr  # otherwise it has not read the program
+    return found
 
 
 def pyright(folder):

@@ -73,7 +73,7 @@ def _kernel(x_ptr, y_ptr, box, scale, N, M, strides, SHIFT: tl.constexpr, BLOCK:
 @remember_launches
 @gluon.jit
 def _gluon_kernel(out_ptr, box, N, BLOCK: gl.constexpr):
-    place = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    place = gl.arange(0, BLOCK, gl.BlockedLayout([1], [32], [4], [0]))  # of four warps, as by default
     gl.store(out_ptr + place, place + N)
 
 

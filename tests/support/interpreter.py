@@ -31,8 +31,8 @@ def leave_out_what_has_no_effect() -> None:
         _compare_and_make_types_once()
     if hasattr(semantic, "TritonSemantic"):
         _leave_operands_that_fit(semantic.TritonSemantic)
-    if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "interpreter_semantic"):
-        _find_builtins_once()
+    if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "interpreter_semantic"):
+        _find_builtins_once()  # Triton 3.5 has no scope: its first launch replaces builtins for good
     if hasattr(interpreter, "_validate_np_data_size") and hasattr(interpreter, "TensorHandle"):
         interpreter.TensorHandle.__post_init__ = lambda self: None  # compares sizes of what NumPy returned
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor"):
