@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -82,11 +84,31 @@ def test_a_small_memory_takes_the_place_of_one_that_is_read_no_more(allocated):
         (launch(vector(last, 4), vector(links, 4), vector(1, 4), count=4), ()),
     ]
     run = script.written(steps, 1, [F32] * (last + 1), [vector(last, 4)], by_handle=True)
-    for given in (x, 3 * x):
+    for each in (x, 3 * x):
         allocated.clear()
-        (found,) = run([given], 3)
-        torch.testing.assert_close(found, (links + 1) * given)
+        (found,) = run([each], 3)
+        torch.testing.assert_close(found, (links + 1) * each)
         assert sorted(allocated) == [16, 3 * script.APART]
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1, max_size=30))
+def test_memories_in_use_do_not_overlap(memories):
+    """Each is read for the last time so many steps after it is allocated."""
+    sizes = {place: size * script.APART for place, (size, _) in enumerate(memories)}
+    ends = [min(place + life, len(memories) - 1) for place, (_, life) in enumerate(memories)]
+    steps = [
+        (allocation(place, 4), [each for each, end in enumerate(ends) if end == place])
+        for place in range(len(memories))
+    ]
+    places = script._places(steps, sizes)
+    for place, (begin, end) in places.items():
+        assert end - begin == sizes[place]
+        for other in range(place + 1, ends[place] + 1):
+            first, last = places[other]
+            assert end <= first or last <= begin
+    # The first free place is taken, so that memories used one after the other share one.
+    if not any(life for _, life in memories):
+        assert all(begin == 0 for begin, _ in places.values())
 
 
 def test_a_large_memory_is_an_allocation_of_its_own(allocated):

@@ -48,8 +48,9 @@ from lowtide.core.recording.steps import (
 
 # Most recordings of a function. At this number it drops all of them, and begins again.
 MOST = 64
-# Which call of a likeness is recorded. A recording takes the host as long as 40 to 70 calls save.
-# So sizes that come a few times, as with sequences of any length, would never pay for one.
+# Which call of a likeness is recorded. A recording takes the host as long as dozens of calls save
+# (decision 0070). So sizes that come a few times, as with sequences of any length, would never pay
+# for one.
 RECORDED_CALL = 8
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,

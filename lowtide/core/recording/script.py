@@ -64,7 +64,7 @@ def written(
     names = "".join(f"m{each}, " for each in range(given))
     first = [f"{names} = given"] if given else []
     lines = ["def run(given, stream):", *first, *script.lines, f"return [{returned}]"]
-    exec("\n    ".join(lines), script.known)
+    exec(compile("\n    ".join(lines), "<recording>", "exec"), script.known)
     run: Run = script.known["run"]
     return run
 
@@ -84,6 +84,8 @@ class _Script:
         self.variables: dict[int, dict[Any, str]] = {}
         """For each memory the variables of its views and, by None, its address."""
         self.allocated: dict[int, MemoryLayout] = {}
+        self.together: set[int] = set()
+        """The memories that are parts of one allocation."""
 
     def allocate_together(
         self, steps: Sequence[tuple[Step, Sequence[int]]], results: Sequence[Part | None]
@@ -96,6 +98,7 @@ class _Script:
         begins = _places(steps, {each.memory: -(-_bytes(each) // APART) * APART for each in small})
         for memory, (begin, _) in begins.items():
             self._variables(memory)[None] = f"small + {begin}"
+            self.together.add(memory)
         size = max(end for _, end in begins.values())
         options = f"dtype={self.value(torch.uint8)}, device={self.value(small[0].device)}"
         self.lines.append(f"together = empty_strided(({size},), (1,), {options})")
@@ -103,7 +106,7 @@ class _Script:
 
     def add(self, step: Step) -> None:
         if isinstance(step, AllocationStep):
-            if None in self._variables(step.memory):
+            if step.memory in self.together:
                 return
             self.allocated[step.memory] = step.layout
             shape, strides, dtype = step.layout
@@ -146,7 +149,7 @@ class _Script:
         freed = []
         for memory in memories:
             views = [name for part, name in self._variables(memory).items() if part is not None]
-            freed += [f"m{memory}", *views]
+            freed += [f"m{memory}"] * (memory not in self.together) + views
         if freed:
             self.lines.append(f"{' = '.join(freed)} = None")
 
@@ -193,7 +196,8 @@ class _Script:
         where = f"{(*shape,)}, {(*strides,)}"
         first, made = part.offset // dtype.itemsize, self.allocated.get(part.memory)
         if self.dtypes[part.memory] is dtype:
-            return f"{memory}.as_strided({where}, {memory}.storage_offset() + {first})"
+            begins = "" if made is not None else f"{memory}.storage_offset() + "
+            return f"{memory}.as_strided({where}, {begins}{first})"
         if made is not None and _is_viewed_as(made, dtype):
             return f"{memory}.view({self.value(dtype)}).as_strided({where}, {first})"
         return f"of_other_dtype({memory}, {self.value(dtype)}, {part.offset}, {where})"

@@ -27,10 +27,11 @@ from lowtide.ops.linear_cross_entropy.engines.row_math_triton import (
     whole_softmax_coef,
 )
 
-# Logits per step of a program, and its warps (decision 0076). It has as many threads as there can
-# be: an AMD warp has 64. With most options a thread has registers for a quarter as many logits.
+# Logits per step of a program, and its warps (decision 0076): the most threads that there can be,
+# since an AMD warp has 64. With most options, which take registers, and in shorter rows, a step has
+# fewer logits.
 BLOCK, WARPS = 16384, 16 if torch.version.hip else 32
-BLOCK_WITH_OPTIONS, WARPS_WITH_OPTIONS = 4096, 16
+SMALL_BLOCK, WARPS_OF_SMALL_BLOCK = 4096, 16
 
 # Finite, so that exp(LOWEST - z) is 0 and not NaN before the first logit is read.
 LOWEST = tl.constexpr(-3.0e38)
@@ -278,7 +279,7 @@ def softmax_gradient_into(
     plain = (
         transform.bias_V is None and not transform.softcap and all(each is None for each in in_second_read)
     )
-    block, warps = (BLOCK, WARPS) if plain and B >= BLOCK else (BLOCK_WITH_OPTIONS, WARPS_WITH_OPTIONS)
+    block, warps = (BLOCK, WARPS) if plain and B >= BLOCK else (SMALL_BLOCK, WARPS_OF_SMALL_BLOCK)
     if next_power_of_2(B) < block:
         block, warps = next_power_of_2(B), 4
     soft_strides = (0, 0) if columns.soft_CB is None else columns.soft_CB.stride()

@@ -35,7 +35,7 @@ def softmax_gradient_(request, device):
 @pytest.fixture(params=[16, 16384])
 def block(request, monkeypatch):
     monkeypatch.setattr(softmax_triton, "BLOCK", request.param)
-    monkeypatch.setattr(softmax_triton, "BLOCK_WITH_OPTIONS", min(request.param, 4096))
+    monkeypatch.setattr(softmax_triton, "SMALL_BLOCK", min(request.param, 4096))
     return request.param
 
 
