@@ -71,7 +71,7 @@ def test_small_memories_that_only_launches_use_are_one_allocation(allocated):
 
 
 def test_a_small_memory_takes_the_place_of_one_that_is_read_no_more(allocated):
-    """Of a chain of vectors two are in use at a time, but for one that is read at the end."""
+    """A chain uses two vectors at a time, beside one that is read at the end."""
     x, links = torch.rand(4), 20
     last = links + 1
     steps = [(allocation(1, 4), ()), (launch(vector(1, 4), vector(0, 4), count=4), ())]

@@ -125,7 +125,7 @@ class Recording:
 
     steps: list[tuple[Step, tuple[int, ...]]]
     given: int
-    """How many memories are the given tensors: the first ones."""
+    """Counts the given tensors, which are the first memories."""
     dtypes: list[torch.dtype | None]
     """The dtype of each memory; None for what is no tensor."""
     results: list[Part | None]
