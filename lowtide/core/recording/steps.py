@@ -92,13 +92,9 @@ class Start:
         self.compiled: Any = None
         """The compiled kernel, if it was launched and has a handle."""
 
-    @property
-    def interpreted(self) -> bool:
-        return not isinstance(self.kernel, JITFunction)
-
     def by_triton(self, *arguments: Any) -> None:
         """Launch the kernel with these tensors."""
-        if self.interpreted:
+        if not isinstance(self.kernel, JITFunction):  # the interpreter's
             self.kernel[self.grid](*arguments, **self.constants)
             return
         compiled = launch(self.kernel, self.grid, arguments, self.constants)

@@ -81,8 +81,8 @@ def _load_soft(soft_ptr, class_weight_ptr, stride, keep, floor, columns, B):
     return tl.where(columns < B, soft_b, 0.0)
 
 
-# For strides that are multiples of 16 Triton gives each thread vectors. If the end of the rows cuts
-# one, it reads all of them number by number, and the kernel takes twice as long.
+# Triton must not know that strides are multiples of 16. It would give each thread vectors, and read
+# them number by number, in twice the time, if the end of the rows cuts one (decision 0076).
 @remember_launches
 @triton.jit(do_not_specialize=["logits_stride", "grad_stride", "soft_row_stride"])
 def _softmax_gradient_kernel(

@@ -53,7 +53,7 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
 # Seconds of a call of few tokens, by engine (decision 0062): of its small kernels on the card, and
 # of the host, for which a small call waits.
 FEW_SMALL_KERNELS = {"logits_triton": 2e-5, "exponentials": 13e-5}
-HOST = {"logits_triton": 0.6e-3, "exponentials": 0.95e-3}  # recorded, decision 0075
+HOST = {"logits_triton": 0.6e-3, "exponentials": 0.95e-3}  # of recorded calls, decision 0075
 # Seconds of the host for each further time that dW's memory is filled with logits. The host then
 # launches one more GEMM and one more softmax.
 HOST_OF_CHUNK = 0.07e-3
