@@ -28,8 +28,8 @@ def test_reason_of_a_cpu_without_units(no_units, dtype):
     assert cpu()["bfloat16 products"].removeprefix("in float32: ") in PAGE
 
 
-def test_each_line_is_explained():
-    """Those of whole and of divided heads, in the table of lines."""
+def test_each_line_is_explained(no_units):
+    """Those of whole and of divided heads, in the table of lines; without units weights are copied."""
     names = set()
     for call in (AskedLossCall(8192, 4096, 128_256), AskedLossCall(64, 16, 64, ranks=2)):
         names |= {re.sub(r"^\d+ (?=ranks)", "2 ", name) for name in call.describe()}
