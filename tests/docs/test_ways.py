@@ -29,7 +29,7 @@ def test_reason_of_a_cpu_without_units(no_units, dtype):
 
 
 def test_each_line_is_explained(no_units):
-    """Those of whole and of divided heads, in the table of lines; without units weights are copied."""
+    """Those of whole and of divided heads. Without units for bfloat16 the weight is copied."""
     names = set()
     for call in (AskedLossCall(8192, 4096, 128_256), AskedLossCall(64, 16, 64, ranks=2)):
         names |= {re.sub(r"^\d+ (?=ranks)", "2 ", name) for name in call.describe()}

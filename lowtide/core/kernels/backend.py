@@ -19,10 +19,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 KNOWN = ((3, 6), (3, 9))  # first and last Triton release with the functions that we use
 
-# Fewest multiplications of a GEMM for which the Gluon kernel is used. Its launch takes the host
-# longer than that of a Triton kernel, and with many short GEMMs the GPU waits for the host: 250
-# GEMMs of 17 GFLOP (2,048 tokens in 64 MiB) took 44 ms instead of 16.
-FEWEST = 1 << 39  # decision 0039
+# Fewest multiplications of a GEMM for which the Gluon kernel is used, 0.2 ms on an H200. Its launch
+# takes the host longer than that of a Triton kernel, and with many short GEMMs the GPU would wait.
+FEWEST = 1 << 36  # decision 0077
 
 # Most rows of one GEMM that forms dX. cuBLAS divides taller GEMMs less well: 5120 rows of 4096
 # features, accumulated over 128k classes, make a step 2 % slower as one GEMM (decision 0032).

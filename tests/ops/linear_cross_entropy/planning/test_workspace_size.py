@@ -72,7 +72,7 @@ def test_row_bytes_beside_exponentials(N, D, V, dtype, kind, rows, product_rows,
     assert rows * 2 * V + beside <= held - copies <= 1 << 30
 
 
-@pytest.mark.parametrize(("D", "kind"), [(2048, "packed"), (2056, "accumulate"), (512, "accumulate")])
+@pytest.mark.parametrize(("D", "kind"), [(2048, "packed"), (2056, "accumulate"), (112, "accumulate")])
 def test_sum_of_24_bits_first_with_gluon(D, kind, monkeypatch):
     """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which
     the pipeline cannot take, and not of so few that it is not worth it. Of exponentials there are 2

@@ -22,9 +22,8 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 Term = tuple[Tensor, Tensor]
 # The Gluon pipeline runs GEMMs of at most PIPELINED_FEATURES features, where the epilogue takes a
-# large part of the time. The pipeline takes longer to launch than the kernel in Triton. From FEWEST
-# multiplications on, this does not matter (decision 0039).
-PIPELINED_FEATURES, FEWEST = 1024, 1 << 37
+# large part of the time (decision 0039).
+PIPELINED_FEATURES = 1024
 NO_TRANSFORM = LogitTransform()
 
 
@@ -126,8 +125,8 @@ class Exponentials:
 
     @property
     def _pipelined(self) -> bool:
-        large = self.C * self.B * self.D >= FEWEST and self.D <= PIPELINED_FEATURES
-        return large and self.softcap == 0 and backend.pipelines_on(self.device)
+        pays = self.D <= PIPELINED_FEATURES and backend.is_large_gemm(self.C, self.B, self.D)
+        return pays and self.softcap == 0 and backend.pipelines_on(self.device)
 
     @cached_property
     def _operand_tiles(self) -> tuple[Any, ...]:

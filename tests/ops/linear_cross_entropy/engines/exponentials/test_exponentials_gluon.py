@@ -24,7 +24,7 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch):
-    monkeypatch.setattr(gemm, "FEWEST", 1)
+    monkeypatch.setattr(backend, "FEWEST", 1)
     if not backend.pipelines_on(torch.device("cuda")):
         pytest.skip("needs a Hopper card and a Triton that the pipeline knows")
 
