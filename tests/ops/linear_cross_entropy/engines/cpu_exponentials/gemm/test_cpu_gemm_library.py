@@ -31,8 +31,8 @@ call()
 print(len(errors), max(errors) < 1e-5)
 """
 DOCTOR = """
-from lowtide.tools.doctor.linear_cross_entropy import Call
-print(Call(8, 64, 2**14).describe()["why"])
+from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
+print(AskedLossCall(8, 64, 2**14).describe()["why"])
 """
 FORK = """
 import os, threading, time
