@@ -181,7 +181,6 @@ def _plan_of(call: Call) -> Plan:
         compute_dtype=access.dtype,
         copies_rows=access.copies_rows,
         scales_in_gradient=access.scales_in_gradient,
-        skips_ignored=exponentials.skips_ignored(call, tiling.weight_gradient),
         **vars(tiling),
     )
 
@@ -230,8 +229,10 @@ def predicted_seconds(
     call = Call(head, options, call_kind)
     _, workspace, counts = _memory(call)
     tiling = sizes.choose_sizes(workspace, counts)
-    if exponentials.skips_ignored(call, tiling.weight_gradient):
+    if tiling.skips_ignored:
         counts = replace(counts, N=max(1, round(counts.N * (1 - ignored))))
+    else:
+        counts = replace(counts, skipping=())
     return step_seconds(counts, tiling)
 
 

@@ -149,8 +149,8 @@ class ByteCounts:
 
     N is not asked, because it may be a symbol.
     """
-    skips_ignored: bool = False
-    """True if with a packed sum the dX GEMM is one of our own, which skips ignored rows."""
+    skipping: tuple[str, ...] = ()
+    """Ways to form dW with which the dX GEMM is one of our own, which skips ignored rows."""
     recomputed: int = 1
     """Number of GEMMs that class blocks recompute (not bytes)."""
     class_blocks: ClassBlocks | None = None

@@ -35,8 +35,6 @@ class Plan(Tiling):
 
     See exponentials/linear_term.py.
     """
-    skips_ignored: bool = False
-    """True if rows are put in an order with ignored ones last, before which kernels end."""
     agreement: "Agreement | None" = None
     """Holds what the ranks agreed on, if the head is sharded."""
 

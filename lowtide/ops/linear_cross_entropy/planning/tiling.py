@@ -33,3 +33,5 @@ class Tiling:
     """Classes per block ("class_blocks")."""
     stored_rows: int = 0
     """Tokens whose exponentials stay in dW's memory ("class_blocks" in "exponentials")."""
+    skips_ignored: bool = False
+    """True if rows are put in an order with ignored ones last, before which kernels end."""

@@ -24,7 +24,6 @@ from lowtide.ops.linear_cross_entropy.planning.memory_model import (
 )
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.requirements import tiles_unsupported_reason
-from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
 # Most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D 1 to
@@ -76,7 +75,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         with_packed_sum(counts, call),
         fixed=fixed,
         one_product_row=one_product_row,
-        skips_ignored=skips_ignored(call, "packed"),
+        skipping=SKIPPING if _is_large(call) else (),
         target_rows_bytes=target_rows_bytes,
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),
@@ -90,11 +89,9 @@ def shard_token_bytes(call: Call, counts: ByteCounts) -> int:
     return counts.token_bytes + (sum(with_gradient(call)) + SAMPLED_CLASSES) * call.sum_size
 
 
-def skips_ignored(call: Call, weight_gradient: WeightGradient) -> bool:
-    """Return True if the call's ignored rows are skipped."""
-    large = call.N >= FEWEST_TOKENS and call.D >= FEWEST_FEATURES
-    here = call.options.engine == "exponentials" and not call.options.sharded
-    return here and large and weight_gradient in SKIPPING
+def _is_large(call: Call) -> bool:
+    """Return True if the call may skip ignored rows."""
+    return call.N >= FEWEST_TOKENS and call.D >= FEWEST_FEATURES and not call.options.sharded
 
 
 def _class_blocks(call: Call, access: OperandAccess) -> ClassBlocks:

@@ -9,6 +9,7 @@ Shapes: N tokens, D features, V classes.
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts
@@ -22,12 +23,30 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     fewest_rows,
 )
 
+# The most predicted time of a call that could skip ignored rows, to that of one that could not.
+MOST_OF_SKIPPING = 1.05  # decision 0078
+
 # About this many chunk sizes are compared, in whole tiles between half of what fits and all of it.
 CANDIDATES = 32
 
 
 def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
-    """Return the sizes of a call in a workspace of `workspace` bytes."""
+    """Return the sizes of a call in a workspace of `workspace` bytes.
+
+    Ignored rows are skipped unless a call that ignores none would take too long by it.
+    """
+    tiling = _choose_sizes(workspace, counts)
+    if not counts.skipping:
+        return tiling
+    of_all_rows = replace(counts, skipping=())
+    takes_all = _choose_sizes(workspace, of_all_rows)
+    most = MOST_OF_SKIPPING * step_seconds(of_all_rows, takes_all)
+    if tiling.weight_gradient in counts.skipping and step_seconds(counts, tiling) <= most:
+        return replace(tiling, skips_ignored=True)
+    return takes_all
+
+
+def _choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
     if workspace < counts.smallest_workspace:
         held = f"one row of {counts.V} logits, and vectors of {counts.N} tokens and {counts.V} classes"
         raise too_small(workspace, counts.smallest_workspace, held)
@@ -91,8 +110,8 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
         operand_classes = _classes(copied, counts.weight_copy, V)
         room -= operand_classes * counts.weight_copy
     if way == "class_blocks" and two_sweeps is not None and N:
-        rows, chunk_classes, product_rows, *of_block = class_blocks.sizes(two_sweeps, room, free)
-        return Tiling(rows, chunk_classes, operand_classes, product_rows, way, bits, *of_block)
+        found = class_blocks.sizes(two_sweeps, room, free)
+        return Tiling(operand_classes=operand_classes, weight_gradient=way, sum_bits=bits, **found._asdict())
     rows = max(N, 1) if way == "single_product" else even_rows(counts.most_rows(room), N, tile)
     if counts.device == "cuda" and rows < N:
         rows = _quickest(counts, counts.most_rows(room), fewest_rows(counts, way, bits), way, bits)

@@ -34,7 +34,7 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
     """Return the predicted seconds of the large kernels of a chunk of `rows` rows."""
     N, V, D, added = counts.N, counts.V, counts.D, added_bytes(counts, way, bits)
     logits = cost_model.exponentials_seconds(rows, V, D)
-    if way == "packed" and counts.skips_ignored:
+    if way in counts.skipping:
         dx = cost_model.own_product_seconds(rows, D, V)
     else:
         dx = cost_model.product_of_rows_seconds(rows, D, V, most=product_rows)

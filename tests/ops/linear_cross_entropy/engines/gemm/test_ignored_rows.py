@@ -7,6 +7,7 @@ holds NaN (tests/support/unwritten.py).
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
 
+import math
 from dataclasses import replace
 
 import numpy
@@ -55,6 +56,7 @@ def _any_number_of_tokens(monkeypatch):
     monkeypatch.setattr(spec, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(spec, "FEWEST_FEATURES", 1)
     monkeypatch.setattr(spec, "SKIPPING", ("packed", "accumulate", "single_product"))
+    monkeypatch.setattr("lowtide.ops.linear_cross_entropy.planning.division.sizes.MOST_OF_SKIPPING", math.inf)
     remembered.forget()
     yield
     remembered.forget()
@@ -269,9 +271,10 @@ def test_which_calls_skip(monkeypatch):
             ((16384, 4096, 131072), 1 << 26),  # class blocks
             ((4096, 4096, 128256), 1 << 30),
             ((32768, 768, 50264), 1 << 30),
+            ((16384, 1024, 151936), 1 << 28),  # 8 tiles of dX in a chunk, for 132 multiprocessors
         )
     }
-    assert [*skips.values()] == [True, False, False, False]
+    assert [*skips.values()] == [True, False, False, False, False]
 
 
 # Kernels end early.
