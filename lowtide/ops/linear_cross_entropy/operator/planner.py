@@ -14,7 +14,11 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.division import sizes
-from lowtide.ops.linear_cross_entropy.planning.division.step_time import few_tokens_seconds, step_seconds
+from lowtide.ops.linear_cross_entropy.planning.division.step_time import (
+    few_tokens_seconds,
+    step_seconds,
+    weight_gradient_seconds,
+)
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes
 from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.operands import (
@@ -114,6 +118,7 @@ def _few_tokens_seconds(call: Call) -> float | None:
     _, workspace, counts = _memory(call)
     if workspace < counts.smallest_workspace:
         return None
+    counts = replace(counts, skipping=())
     tiling = sizes.choose_sizes(workspace, counts)
     way, many = tiling.weight_gradient, counts.N * CLASSES_PER_TOKEN > counts.V
     if engine == "logits_triton" and way != "single_product":
@@ -229,11 +234,15 @@ def predicted_seconds(
     call = Call(head, options, call_kind)
     _, workspace, counts = _memory(call)
     tiling = sizes.choose_sizes(workspace, counts)
-    if tiling.skips_ignored:
-        counts = replace(counts, N=max(1, round(counts.N * (1 - ignored))))
-    else:
-        counts = replace(counts, skipping=())
-    return step_seconds(counts, tiling)
+    if not tiling.skips_ignored:
+        return step_seconds(replace(counts, skipping=()), tiling)
+    way, bits = tiling.weight_gradient, tiling.sum_bits
+    counted = replace(counts, N=max(1, round(counts.N * (1 - ignored))))
+    seconds = step_seconds(counted, tiling)
+    if way != "packed":  # cuBLAS forms dW, and reads all rows
+        seconds += weight_gradient_seconds(counts, counts.N, way, bits)
+        seconds -= weight_gradient_seconds(counted, counted.N, way, bits)
+    return seconds
 
 
 def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:

@@ -98,7 +98,7 @@ def call(
     N, D, V, *, dtype=BF16, bias=False, odd=False, probabilities=None, frozen=False, skips=False, positions=0,
     **options
 ):  # fmt: skip
-    spec.FEWEST_TOKENS, spec.FEWEST_FEATURES = (1, 1) if skips else (8192, 1024)
+    spec.FEWEST_TOKENS = 1 if skips else 8192
     forget()
     memory = torch.zeros(N * D + 8, dtype=dtype)
     x = memory[odd : odd + N * D].view(N, D).requires_grad_(not frozen)

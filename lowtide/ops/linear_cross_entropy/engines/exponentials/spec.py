@@ -33,9 +33,8 @@ MOST_BYTES = 2 << 30  # decision 0044
 # the very bits of the maximum is 0 or infinite (transformed of row_math_triton.py). Without fused
 # multiply-adds this kernel would spill registers.
 LARGEST_CAP = 2.0**24
-# Ignored rows are skipped in calls of so many tokens and features, where dW is formed in one of
-# these ways. There a call without ignored rows takes no longer: it was measured for these alone.
-FEWEST_TOKENS, FEWEST_FEATURES, SKIPPING = 8192, 1024, ("packed",)  # decision 0056
+# Ignored rows may be skipped in calls of so many tokens, if dW is formed in one of these ways.
+FEWEST_TOKENS, SKIPPING = 2048, ("packed", "accumulate", "single_product")  # decision 0078
 
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
@@ -75,7 +74,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         with_packed_sum(counts, call),
         fixed=fixed,
         one_product_row=one_product_row,
-        skipping=SKIPPING if _is_large(call) else (),
+        skipping=SKIPPING if _may_skip(call) else (),
         target_rows_bytes=target_rows_bytes,
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),
@@ -89,9 +88,8 @@ def shard_token_bytes(call: Call, counts: ByteCounts) -> int:
     return counts.token_bytes + (sum(with_gradient(call)) + SAMPLED_CLASSES) * call.sum_size
 
 
-def _is_large(call: Call) -> bool:
-    """Return True if the call may skip ignored rows."""
-    return call.N >= FEWEST_TOKENS and call.D >= FEWEST_FEATURES and not call.options.sharded
+def _may_skip(call: Call) -> bool:
+    return call.N >= FEWEST_TOKENS and not call.options.sharded
 
 
 def _class_blocks(call: Call, access: OperandAccess) -> ClassBlocks:

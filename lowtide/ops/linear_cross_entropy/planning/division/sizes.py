@@ -24,7 +24,7 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
 )
 
 # The most predicted time of a call that could skip ignored rows, to that of one that could not.
-MOST_OF_SKIPPING = 1.05  # decision 0078
+MOST_OF_SKIPPING = 1.03  # decision 0078
 
 # About this many chunk sizes are compared, in whole tiles between half of what fits and all of it.
 CANDIDATES = 32

@@ -14,6 +14,7 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_byte
 ROW_BYTES = 32
 SMALL_KERNELS = 12  # launches of small kernels per chunk
 CALL = 15e-5  # seconds of the work that a call does once: vectors of rows, the order of targets
+SKIPPING = 12e-5  # seconds of a call beside it to order and gather rows, if ignored ones are skipped
 
 
 def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
@@ -27,27 +28,31 @@ def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
     large = whole * chunk_seconds(counts, tiling.rows, way, bits, at_once)
     if rest:
         large += chunk_seconds(counts, rest, way, bits, at_once)
-    return CALL + small + large
+    return CALL + small + large + (SKIPPING if way in counts.skipping else 0)
 
 
 def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int, product_rows: int) -> float:
     """Return the predicted seconds of the large kernels of a chunk of `rows` rows."""
-    N, V, D, added = counts.N, counts.V, counts.D, added_bytes(counts, way, bits)
+    V, D = counts.V, counts.D
     logits = cost_model.exponentials_seconds(rows, V, D)
     if way in counts.skipping:
         dx = cost_model.own_product_seconds(rows, D, V)
     else:
         dx = cost_model.product_of_rows_seconds(rows, D, V, most=product_rows)
+    return logits + dx + weight_gradient_seconds(counts, rows, way, bits)
+
+
+def weight_gradient_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int) -> float:
+    """Return the predicted seconds of the kernels that form a chunk's part of dW."""
+    N, V, D, added = counts.N, counts.V, counts.D, added_bytes(counts, way, bits)
     if way == "packed":
         pipelined = counts.pipelined and is_large_gemm(rows, V, D)
-        dw = cost_model.packed_seconds(V, D, rows, added, pipelined=pipelined)
-    elif way == "single_product":
-        dw = cost_model.product_seconds(V, D, rows, 2 * V * D)
+        return cost_model.packed_seconds(V, D, rows, added, pipelined=pipelined)
+    if way == "single_product":
         targets = targets_at_once(N, D)
-        dw += -(-N // targets) * cost_model.product_seconds(targets, D, N, 4 * targets * D)
-    else:
-        dw = cost_model.product_seconds(V, D, rows, 2 * added)
-    return logits + dx + dw
+        of_targets = cost_model.product_seconds(targets, D, N, 4 * targets * D)
+        return cost_model.product_seconds(V, D, rows, 2 * V * D) + -(-N // targets) * of_targets
+    return cost_model.product_seconds(V, D, rows, 2 * added)
 
 
 # Seconds of a call of few tokens, by engine (decision 0062): of its small kernels on the card, and

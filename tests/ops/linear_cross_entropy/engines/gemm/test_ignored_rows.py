@@ -28,6 +28,7 @@ from tests.support.loss import (
 
 pytest.importorskip("triton")
 
+from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gradient, spec
 from lowtide.ops.linear_cross_entropy.engines.gemm import counted_rows_triton
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
@@ -52,9 +53,8 @@ PATTERNS = ["none", "all", "all but one", "one", "prefixes", "suffix", "random"]
 
 @pytest.fixture(autouse=True)
 def _any_number_of_tokens(monkeypatch):
-    """Nor of features; in each way to dW but class blocks, whose GEMMs then read cleared rows."""
+    """In each way to dW but class blocks, whose GEMMs then read cleared rows, at any price."""
     monkeypatch.setattr(spec, "FEWEST_TOKENS", 1)
-    monkeypatch.setattr(spec, "FEWEST_FEATURES", 1)
     monkeypatch.setattr(spec, "SKIPPING", ("packed", "accumulate", "single_product"))
     monkeypatch.setattr("lowtide.ops.linear_cross_entropy.planning.division.sizes.MOST_OF_SKIPPING", math.inf)
     remembered.forget()
@@ -262,19 +262,23 @@ def test_class_blocks_take_all_rows(device):
 
 
 def test_which_calls_skip(monkeypatch):
-    """Those that were measured, and take no longer if no row is ignored."""
+    """Those that take at most 3 % longer if no row is ignored."""
     monkeypatch.undo()
+    monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
     skips = {
         sizes: planned_on_hopper(monkeypatch, *sizes, torch.bfloat16, workspace)[0].skips_ignored
         for sizes, workspace in (
             ((16384, 4096, 128256), 1 << 30),
             ((16384, 4096, 131072), 1 << 26),  # class blocks
-            ((4096, 4096, 128256), 1 << 30),
+            ((4096, 4096, 128256), 1 << 31),
+            ((4096, 2304, 256000), 1 << 32),
+            ((1024, 4096, 128256), 1 << 30),
             ((32768, 768, 50264), 1 << 30),
+            ((32768, 768, 50264), 1 << 28),
             ((16384, 1024, 151936), 1 << 28),  # 8 tiles of dX in a chunk, for 132 multiprocessors
         )
     }
-    assert [*skips.values()] == [True, False, False, False, False]
+    assert [*skips.values()] == [True, False, True, False, False, True, False, False]
 
 
 # Kernels end early.
