@@ -72,11 +72,8 @@ def test_row_bytes_beside_exponentials(N, D, V, dtype, kind, rows, product_rows,
     assert rows * 2 * V + beside <= held - copies <= 1 << 30
 
 
-@pytest.mark.parametrize(
-    ("D", "kind", "rows"),
-    [(2048, "packed", 8192), (2056, "accumulate", 5504), (112, "accumulate", 8192)],
-)
-def test_sum_of_24_bits_first_with_gluon(D, kind, rows, monkeypatch):
+@pytest.mark.parametrize(("D", "kind"), [(2048, "packed"), (2056, "accumulate"), (112, "accumulate")])
+def test_sum_of_24_bits_first_with_gluon(D, kind, monkeypatch):
     """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which
     the pipeline cannot take, and not of so few that it is not worth it. Of exponentials there are 2
     GiB at most."""
@@ -84,7 +81,7 @@ def test_sum_of_24_bits_first_with_gluon(D, kind, rows, monkeypatch):
     for pipeline, expected in ((False, "accumulate"), (True, kind)):
         monkeypatch.setattr(hopper, "pipelines_on", lambda device, pipeline=pipeline: pipeline)
         made, _ = planned_on_hopper(monkeypatch, 16384, D, 131072, torch.bfloat16, 4 << 30)
-        assert (made.weight_gradient, made.sum_bits, made.rows) == (expected, 24, rows)
+        assert (made.weight_gradient, made.sum_bits, made.rows) == (expected, 24, 8192)
 
 
 def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):

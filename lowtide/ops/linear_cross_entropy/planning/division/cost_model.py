@@ -19,8 +19,8 @@ TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
 OWN = (128, 256)  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
 START = 9e-6  # seconds of a GEMM beside its waves
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
-# The exponentials kernel took UNALIGNED times as long if the operands' rows did not begin at cache
-# lines, of CACHE_LINE bytes (measured with 3000 features).
+# Our own kernels took UNALIGNED times as long if rows of X and W did not begin at cache lines, of
+# CACHE_LINE bytes (measured with 3000 features: exponentials 1.2, dX 1.5 times).
 CACHE_LINE, UNALIGNED = 128, 1.2
 # Bytes per second. SUM_SPEED is for the result or sum that a GEMM in cuBLAS or in the Gluon
 # pipeline reads and writes. TRITON_SPEED is for the sum of a Triton GEMM, whose traffic does not
@@ -31,8 +31,8 @@ LAUNCH = 4e-6  # least seconds of a small kernel
 
 def exponentials_seconds(rows: int, classes: int, features: int) -> float:
     """Return the seconds of the kernel that computes exponentials."""
-    slower = UNALIGNED if 2 * features % CACHE_LINE else 1.0
-    return START + slower * _waves(rows, classes, OWN) * (features * SECONDS + EPILOGUE)
+    seconds = _waves(rows, classes, OWN) * (features * SECONDS + EPILOGUE)
+    return START + _slower(features) * seconds
 
 
 def product_seconds(rows: int, columns: int, summed: int, bytes: int) -> float:
@@ -57,8 +57,11 @@ def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int) 
 
 
 def own_product_seconds(rows: int, columns: int, summed: int) -> float:
-    """Return the seconds of a GEMM of our own, which does not divide the inner dimension."""
-    return START + _waves(rows, columns, OWN) * summed * SECONDS
+    """Return the seconds of a GEMM of our own, which does not divide the inner dimension.
+
+    `columns` is the number of features.
+    """
+    return START + _slower(columns) * _waves(rows, columns, OWN) * summed * SECONDS
 
 
 def packed_seconds(classes: int, features: int, rows: int, bytes: int, *, pipelined: bool) -> float:
@@ -81,6 +84,10 @@ def three_gemms_seconds(tokens: int, features: int, classes: int, *, chunk: int 
         if times * rows
         for sizes in ((rows, classes, features), (rows, features, classes), (classes, features, rows))
     )
+
+
+def _slower(features: int) -> float:
+    return UNALIGNED if 2 * features % CACHE_LINE else 1.0
 
 
 @functools.lru_cache(maxsize=1 << 14)

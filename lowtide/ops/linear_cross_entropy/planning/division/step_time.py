@@ -14,7 +14,7 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_byte
 ROW_BYTES = 32
 SMALL_KERNELS = 12  # launches of small kernels per chunk
 CALL = 15e-5  # seconds of the work that a call does once: vectors of rows, the order of targets
-SKIPPING = 12e-5  # seconds of a call beside it to order and gather rows, if ignored ones are skipped
+ORDER_OF_ROWS = 12e-5  # seconds beside it to order and gather rows, if ignored ones are skipped
 
 
 def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
@@ -28,7 +28,7 @@ def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
     large = whole * chunk_seconds(counts, tiling.rows, way, bits, at_once)
     if rest:
         large += chunk_seconds(counts, rest, way, bits, at_once)
-    return CALL + small + large + (SKIPPING if way in counts.skipping else 0)
+    return CALL + small + large + (ORDER_OF_ROWS if way in counts.skipping else 0)
 
 
 def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int, product_rows: int) -> float:

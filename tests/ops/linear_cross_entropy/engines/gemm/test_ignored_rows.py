@@ -34,6 +34,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm import counted_rows_triton
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.planning import remembered
+from lowtide.ops.linear_cross_entropy.planning.division import sizes, step_time
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     everywhere,  # noqa: F401
@@ -56,7 +57,8 @@ def _any_number_of_tokens(monkeypatch):
     """In each way to dW but class blocks, whose GEMMs then read cleared rows, at any price."""
     monkeypatch.setattr(spec, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(spec, "SKIPPING", ("packed", "accumulate", "single_product"))
-    monkeypatch.setattr("lowtide.ops.linear_cross_entropy.planning.division.sizes.MOST_OF_SKIPPING", math.inf)
+    monkeypatch.setattr(sizes, "MOST_OF_SKIPPING", math.inf)
+    monkeypatch.setattr(step_time, "ORDER_OF_ROWS", 0)
     remembered.forget()
     yield
     remembered.forget()
@@ -266,8 +268,8 @@ def test_which_calls_skip(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
     skips = [
-        planned_on_hopper(monkeypatch, *sizes, torch.bfloat16, workspace)[0].skips_ignored
-        for sizes, workspace in (
+        planned_on_hopper(monkeypatch, *shape, torch.bfloat16, workspace)[0].skips_ignored
+        for shape, workspace in (
             ((16384, 4096, 128256), 1 << 30),
             ((16384, 4096, 131072), 1 << 26),  # class blocks
             ((4096, 4096, 128256), 1 << 31),
