@@ -236,12 +236,10 @@ def predicted_seconds(
     tiling = sizes.choose_sizes(workspace, counts)
     if not tiling.skips_ignored:
         return step_seconds(replace(counts, skipping=()), tiling)
-    way, bits = tiling.weight_gradient, tiling.sum_bits
     counted = replace(counts, N=max(1, round(counts.N * (1 - ignored))))
     seconds = step_seconds(counted, tiling)
-    if way != "packed":  # cuBLAS forms dW, and reads all rows
-        seconds += weight_gradient_seconds(counts, counts.N, way, bits)
-        seconds -= weight_gradient_seconds(counted, counted.N, way, bits)
+    if tiling.weight_gradient != "packed":  # cuBLAS forms dW, and reads all rows
+        seconds += weight_gradient_seconds(counts, tiling) - weight_gradient_seconds(counted, tiling)
     return seconds
 
 

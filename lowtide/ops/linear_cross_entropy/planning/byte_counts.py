@@ -150,7 +150,7 @@ class ByteCounts:
     N is not asked, because it may be a symbol.
     """
     skipping: tuple[str, ...] = ()
-    """Ways to form dW with which the dX GEMM is one of our own, which skips ignored rows."""
+    """Ways to form dW with which a GEMM of our own forms dX, and skips ignored rows."""
     recomputed: int = 1
     """Number of GEMMs that class blocks recompute (not bytes)."""
     class_blocks: ClassBlocks | None = None

@@ -20,7 +20,6 @@ from lowtide.core.compile_ahead import launches as compile_ahead
 from lowtide.core.compile_ahead.placeholders import Placeholder
 from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.engines import row_loss, row_loss_triton
-from lowtide.ops.linear_cross_entropy.engines.exponentials import spec
 from lowtide.ops.linear_cross_entropy.planning import operands, requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.division import sizes as division
@@ -98,7 +97,7 @@ def call(
     N, D, V, *, dtype=BF16, bias=False, odd=False, probabilities=None, frozen=False, skips=False, positions=0,
     **options
 ):  # fmt: skip
-    spec.FEWEST_TOKENS = 1 if skips else 8192
+    division.FEWEST_TOKENS = 1 if skips else 1 << 40
     forget()
     memory = torch.zeros(N * D + 8, dtype=dtype)
     x = memory[odd : odd + N * D].view(N, D).requires_grad_(not frozen)

@@ -30,10 +30,10 @@ there, and the second sweep computes E of the other tokens again (memory.py). Wh
 too small for a chunk and all classes, these come in blocks in the first sweep too. Then dX is
 summed over the blocks, and its marked row tiles are computed again.
 
-Otherwise the rows of a large call are taken in an order in which ignored ones come last, and the
-kernels end after those that count (gemm/counted_rows.py). Vectors of rows are then in that order,
-except h, which is read with the rows of X and dX. The last chunk of that order is taken first
-(linear_term.py).
+Otherwise, if the plan skips ignored rows, rows are taken in an order in which these come last, and
+the kernels end after those that count (gemm/counted_rows.py). Vectors of rows are then in that
+order, except h, which is read with the rows of X and dX. The last chunk of that order is taken
+first (linear_term.py).
 
 The idea of scaled exponentials comes from quack-kernels (github.com/Dao-AILab/quack), which has
 offsets per tile, applied in the GEMMs.

@@ -1,7 +1,7 @@
 """Form the rows of dX that count (counted_rows.py) in one Triton kernel, and skip ignored rows.
 
 exponentials/engine.py has the formula. cuBLAS cannot read the number of rows that count, which only
-the device knows. If no row is ignored, cuBLAS takes about as long as this kernel (decision 0056).
+the device knows. If no row is ignored, cuBLAS may take less time than this kernel (decision 0078).
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk; lower case = one tile, q a quarter of
 its features.

@@ -33,8 +33,8 @@ MOST_BYTES = 2 << 30  # decision 0044
 # the very bits of the maximum is 0 or infinite (transformed of row_math_triton.py). Without fused
 # multiply-adds this kernel would spill registers.
 LARGEST_CAP = 2.0**24
-# Ignored rows may be skipped in calls of so many tokens, if dW is formed in one of these ways.
-FEWEST_TOKENS, SKIPPING = 2048, ("packed", "accumulate", "single_product")  # decision 0078
+# Ignored rows may be skipped if dW is formed in one of these ways.
+SKIPPING = ("packed", "accumulate", "single_product")  # decision 0078
 
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
@@ -89,7 +89,13 @@ def shard_token_bytes(call: Call, counts: ByteCounts) -> int:
 
 
 def _may_skip(call: Call) -> bool:
-    return call.N >= FEWEST_TOKENS and not call.options.sharded
+    """Return True if memory that is counted has room for the gathered rows of X.
+
+    These lie in the memory of dX, or beside it where dW is wanted. The forward of a call by row has
+    no dX yet, and no exponentials, for which the counts have V numbers a row.
+    """
+    wanted = all(call.needs_grad.weights)
+    return wanted and sum(call.features) <= call.V and not call.options.sharded
 
 
 def _class_blocks(call: Call, access: OperandAccess) -> ClassBlocks:

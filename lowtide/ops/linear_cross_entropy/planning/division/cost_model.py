@@ -19,9 +19,9 @@ TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
 OWN = (128, 256)  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
 START = 9e-6  # seconds of a GEMM beside its waves
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
-# Our own kernels took UNALIGNED times as long if rows of X and W did not begin at cache lines, of
-# CACHE_LINE bytes (measured with 3000 features: exponentials 1.2, dX 1.5 times).
-CACHE_LINE, UNALIGNED = 128, 1.2
+# The kernels of exponentials and of dX with ignored rows took so many times as long if rows of X
+# and W did not begin at cache lines, of CACHE_LINE bytes (measured with 3000 features).
+CACHE_LINE, UNALIGNED, UNALIGNED_DX = 128, 1.2, 1.5
 # Bytes per second. SUM_SPEED is for the result or sum that a GEMM in cuBLAS or in the Gluon
 # pipeline reads and writes. TRITON_SPEED is for the sum of a Triton GEMM, whose traffic does not
 # overlap the GEMM. SPEED is for a kernel that only reads and writes.
@@ -32,7 +32,7 @@ LAUNCH = 4e-6  # least seconds of a small kernel
 def exponentials_seconds(rows: int, classes: int, features: int) -> float:
     """Return the seconds of the kernel that computes exponentials."""
     seconds = _waves(rows, classes, OWN) * (features * SECONDS + EPILOGUE)
-    return START + _slower(features) * seconds
+    return START + seconds * (1 if _aligned(features) else UNALIGNED)
 
 
 def product_seconds(rows: int, columns: int, summed: int, bytes: int) -> float:
@@ -61,7 +61,8 @@ def own_product_seconds(rows: int, columns: int, summed: int) -> float:
 
     `columns` is the number of features.
     """
-    return START + _slower(columns) * _waves(rows, columns, OWN) * summed * SECONDS
+    seconds = _waves(rows, columns, OWN) * summed * SECONDS
+    return START + seconds * (1 if _aligned(columns) else UNALIGNED_DX)
 
 
 def packed_seconds(classes: int, features: int, rows: int, bytes: int, *, pipelined: bool) -> float:
@@ -86,8 +87,8 @@ def three_gemms_seconds(tokens: int, features: int, classes: int, *, chunk: int 
     )
 
 
-def _slower(features: int) -> float:
-    return UNALIGNED if 2 * features % CACHE_LINE else 1.0
+def _aligned(features: int) -> bool:
+    return 2 * features % CACHE_LINE == 0
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -14,7 +14,11 @@ from dataclasses import replace
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.division import class_blocks
-from lowtide.ops.linear_cross_entropy.planning.division.step_time import chunk_seconds, step_seconds
+from lowtide.ops.linear_cross_entropy.planning.division.step_time import (
+    chunk_seconds,
+    over_chunks,
+    step_seconds,
+)
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     accumulator_bytes,
@@ -23,8 +27,9 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     fewest_rows,
 )
 
-# The most predicted time of a call that could skip ignored rows, to that of one that could not.
-MOST_OF_SKIPPING = 1.03  # decision 0078
+# Ignored rows may be skipped in calls of at least so many tokens, up to this ratio of the predicted
+# time with skipping to that without, if no row is ignored.
+FEWEST_TOKENS, MOST_OF_SKIPPING = 2048, 1.03  # decision 0078
 
 # About this many chunk sizes are compared, in whole tiles between half of what fits and all of it.
 CANDIDATES = 32
@@ -35,11 +40,11 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
 
     Ignored rows are skipped unless a call that ignores none would take too long by it.
     """
-    tiling = _choose_sizes(workspace, counts)
-    if not counts.skipping:
-        return tiling
     of_all_rows = replace(counts, skipping=())
     takes_all = _choose_sizes(workspace, of_all_rows)
+    if not counts.skipping or counts.N < FEWEST_TOKENS:
+        return takes_all
+    tiling = _choose_sizes(workspace, counts)
     most = MOST_OF_SKIPPING * step_seconds(of_all_rows, takes_all)
     if tiling.weight_gradient in counts.skipping and step_seconds(counts, tiling) <= most:
         return replace(tiling, skips_ignored=True)
@@ -162,8 +167,7 @@ def _quickest(counts: ByteCounts, most: int, fewest: int, way: WeightGradient, b
     """
 
     def seconds(rows: int) -> float:
-        whole, rest = divmod(counts.N, rows)
-        return whole * of_chunk(rows) + (of_chunk(rest) if rest else 0)
+        return over_chunks(counts.N, rows, of_chunk)
 
     def of_chunk(rows: int) -> float:
         return chunk_seconds(counts, rows, way, bits, counts.product_rows)

@@ -3,6 +3,8 @@
 Shapes: N tokens, D features, V classes.
 """
 
+from collections.abc import Callable
+
 from lowtide.core.kernels.backend import is_large_gemm
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, targets_at_once
 from lowtide.ops.linear_cross_entropy.planning.division import class_blocks, cost_model
@@ -24,11 +26,20 @@ def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
     if tiling.weight_gradient == "class_blocks" and counts.class_blocks is not None:
         return CALL + small + class_blocks.seconds(counts.class_blocks, tiling)
     way, bits, at_once = tiling.weight_gradient, tiling.sum_bits, tiling.product_rows
-    whole, rest = divmod(counts.N, tiling.rows)
-    large = whole * chunk_seconds(counts, tiling.rows, way, bits, at_once)
-    if rest:
-        large += chunk_seconds(counts, rest, way, bits, at_once)
+    large = over_chunks(counts.N, tiling.rows, lambda C: chunk_seconds(counts, C, way, bits, at_once))
     return CALL + small + large + (ORDER_OF_ROWS if way in counts.skipping else 0)
+
+
+def weight_gradient_seconds(counts: ByteCounts, tiling: Tiling) -> float:
+    """Return the predicted seconds of the kernels that form dW, but for class blocks."""
+    way, bits = tiling.weight_gradient, tiling.sum_bits
+    return over_chunks(counts.N, tiling.rows, lambda C: _chunk_of_dw(counts, C, way, bits))
+
+
+def over_chunks(N: int, rows: int, seconds: Callable[[int], float]) -> float:
+    """Return the sum over the chunks of N tokens, of which `seconds` takes the number of rows."""
+    whole, rest = divmod(N, rows)
+    return whole * seconds(rows) + (seconds(rest) if rest else 0)
 
 
 def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int, product_rows: int) -> float:
@@ -39,11 +50,10 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
         dx = cost_model.own_product_seconds(rows, D, V)
     else:
         dx = cost_model.product_of_rows_seconds(rows, D, V, most=product_rows)
-    return logits + dx + weight_gradient_seconds(counts, rows, way, bits)
+    return logits + dx + _chunk_of_dw(counts, rows, way, bits)
 
 
-def weight_gradient_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int) -> float:
-    """Return the predicted seconds of the kernels that form a chunk's part of dW."""
+def _chunk_of_dw(counts: ByteCounts, rows: int, way: WeightGradient, bits: int) -> float:
     N, V, D, added = counts.N, counts.V, counts.D, added_bytes(counts, way, bits)
     if way == "packed":
         pipelined = counts.pipelined and is_large_gemm(rows, V, D)

@@ -29,7 +29,7 @@ from tests.support.loss import (
 pytest.importorskip("triton")
 
 from lowtide.core.kernels import backend
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gradient, spec
+from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gradient
 from lowtide.ops.linear_cross_entropy.engines.gemm import counted_rows_triton
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
@@ -54,9 +54,8 @@ PATTERNS = ["none", "all", "all but one", "one", "prefixes", "suffix", "random"]
 
 @pytest.fixture(autouse=True)
 def _any_number_of_tokens(monkeypatch):
-    """In each way to dW but class blocks, whose GEMMs then read cleared rows, at any price."""
-    monkeypatch.setattr(spec, "FEWEST_TOKENS", 1)
-    monkeypatch.setattr(spec, "SKIPPING", ("packed", "accumulate", "single_product"))
+    """Skip rows at any price, but with class blocks; cuBLAS then reads cleared rows."""
+    monkeypatch.setattr(sizes, "FEWEST_TOKENS", 1)
     monkeypatch.setattr(sizes, "MOST_OF_SKIPPING", math.inf)
     monkeypatch.setattr(step_time, "ORDER_OF_ROWS", 0)
     remembered.forget()
@@ -148,7 +147,7 @@ def test_ways_and_chunks(device, monkeypatch, kind, reduction, pattern):
         found = differentiate(
             fused, inputs, upstream, backend="triton", workspace=workspace, reduction=reduction
         )
-    spec.FEWEST_TOKENS = 1 << 40  # undone by the fixture
+    sizes.FEWEST_TOKENS = 1 << 40  # undone by the fixture
     remembered.forget()
     with torch.autocast(device, dtype=torch.bfloat16):
         expected = differentiate(
@@ -263,6 +262,21 @@ def test_class_blocks_take_all_rows(device):
     run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
 
 
+@pytest.mark.parametrize("case", ["frozen weight", "no gradients", "more features than classes"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_calls_without_room_for_gathered_rows_take_all(device, case, reduction):
+    """Their memory has no dX, or no exponentials, in whose place the rows would be."""
+    inputs = inputs_for(device, "prefixes", dtype=torch.bfloat16)
+    if case != "more features than classes":
+        inputs.linear_weight.requires_grad_(False)
+        inputs.input.requires_grad_(case == "frozen weight")
+    else:
+        inputs = make_inputs(N, 8 * V, V, device=device, dtype=torch.bfloat16)
+    options = {"backend": "triton", "reduction": reduction}
+    assert not planned(inputs, None, **options).skips_ignored
+    assert torch.isfinite(fused(inputs, **options)).all()
+
+
 def test_which_calls_skip(monkeypatch):
     """Those that take at most 3 % longer if no row is ignored."""
     monkeypatch.undo()
@@ -277,7 +291,7 @@ def test_which_calls_skip(monkeypatch):
             ((1024, 4096, 128256), 1 << 30),
             ((32768, 768, 50264), 1 << 30),
             ((32768, 768, 50264), 1 << 28),
-            ((16384, 1024, 151936), 1 << 28),  # 8 tiles of dX in a chunk, for 132 multiprocessors
+            ((16384, 1024, 151936), 1 << 28),  # 16 tiles of dX in a chunk, for 132 multiprocessors
         )
     ]
     assert skips == [True, False, True, False, False, True, False, False]
