@@ -74,6 +74,6 @@ def test_table_counts():
         (PAGE.parent / name).read_text()
         for name in ("../../README.md", "../howto/transformers.md", "../start/any_model.md")
     )
-    assert f"of {attending} of {built} architectures" in readme
+    assert f"{attending} of {built} architectures" in readme
     assert f"{fused} of {built} architectures" in readme
     assert all(page.count(f"{fused} of the {built} language models") == 1 for page in pages)
