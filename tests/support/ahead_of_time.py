@@ -5,8 +5,9 @@ capability it has one with much switched on, and of the most used the plain one;
 options or size of tiles. What it cannot see is that one of those alone puts more aside, or needs
 more shared memory. All builds take three times as long, minutes of a processor. Each
 compile_kernels.py names what is left out, by capability; when a kernel, its tiles or Triton change,
-`make test-builds` runs that too (decision 0052). `make test` has a build of each kernel: the first
-that is for Hopper, or the first for other cards where there is none.
+`make test-builds` runs that too (decision 0052). `make test` has a build of each kernel but those
+that take a second or more: the first that is for Hopper, or the first for other cards where there
+is none.
 """
 
 import gc
@@ -21,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 
-def cases(builds, left_out):
-    """A test for each build and capability, by name. No capability leaves a kernel out."""
+def cases(builds, left_out, slow=()):
+    """A test for each build and capability, by name. No capability leaves a kernel out.
+
+    slow: kernels that `make test` leaves to `make test-extended`, each of whose builds takes long.
+    """
     import pytest  # the processes that build have no use for it
 
     every = [(name, capability) for name, build in builds.items() for capability in build.targets]
@@ -30,6 +34,7 @@ def cases(builds, left_out):
     assert left <= set(every)
     kernels = {(builds[name].kernel, capability) for name, capability in every}
     assert kernels == {(builds[name].kernel, capability) for name, capability in set(every) - left}
+    assert {*slow} <= {kernel for kernel, _ in kernels}
     kept = set(every) - left
     of_hopper_first = sorted((each for each in every if each in kept), key=lambda each: each[1] != 90)
     first = {builds[name].kernel: (name, capability) for name, capability in reversed(of_hopper_first)}
@@ -37,7 +42,8 @@ def cases(builds, left_out):
     def marks(name: str, capability: int) -> tuple[pytest.MarkDecorator, ...]:
         if (name, capability) in left:
             return (pytest.mark.every_build,)
-        return () if first[builds[name].kernel] == (name, capability) else (pytest.mark.extended,)
+        quick = first[builds[name].kernel] == (name, capability) and builds[name].kernel not in slow
+        return () if quick else (pytest.mark.extended,)
 
     return [pytest.param(*each, marks=marks(*each)) for each in every]
 

@@ -369,6 +369,12 @@ def _builds() -> dict[str, Build]:
 
 IN_VECTORS = "72, of which Triton knows no divisor"
 BUILDS = _builds()
+# Kernels whose builds take more than a second each.
+SLOW = (
+    *("forward_kernel", "query_gradient_kernel", "key_value_gradient_kernel", "confident_delta_kernel"),
+    *("scores_kernel", "key_value_of_scores_kernel", "query_of_scores_kernel", "few_queries_kernel"),
+    "whole_problem_gradient_kernel",
+)
 # Builds that another build covers (tests/support/ahead_of_time.py).
 LEFT_OUT = {
     80: (

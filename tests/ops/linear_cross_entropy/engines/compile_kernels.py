@@ -558,6 +558,11 @@ BUILDS = {
     ),
     **PIPELINED,
 }  # fmt: skip
+# Kernels whose builds take more than a second each.
+SLOW = (
+    *("exponentials_kernel", "_distances_kernel", "_distance_pipeline_kernel", "_add_product_kernel"),
+    *("_add_product_pipelined_kernel", "_input_gradient_product_kernel"),
+)
 # Builds that another build covers (tests/support/ahead_of_time.py).
 _SOFTMAX = (
     "softmax, float32",

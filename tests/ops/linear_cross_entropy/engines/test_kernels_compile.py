@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lowtide
-from tests.ops.linear_cross_entropy.engines.compile_kernels import BUILDS, LEFT_OUT
+from tests.ops.linear_cross_entropy.engines.compile_kernels import BUILDS, LEFT_OUT, SLOW
 from tests.support.ahead_of_time import cases, compile_all
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -18,7 +18,7 @@ def compiled(request):
     return compile_all("tests.ops.linear_cross_entropy.engines.compile_kernels", request)
 
 
-@pytest.mark.parametrize(("name", "capability"), cases(BUILDS, LEFT_OUT))
+@pytest.mark.parametrize(("name", "capability"), cases(BUILDS, LEFT_OUT, SLOW))
 def test_kernels_compile_without_spills(compiled, name, capability):
     result = compiled[name, capability]
     print(result)
