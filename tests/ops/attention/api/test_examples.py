@@ -12,9 +12,8 @@ import torch
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.parametrize(
-    "name", ["relative_position_bias", pytest.param("vision_transformer", marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["relative_position_bias", "vision_transformer"])
 def test_example_prints_same_loss_less_memory(name, plain_environment):
     run = subprocess.run(
         [sys.executable, f"examples/{name}.py"],

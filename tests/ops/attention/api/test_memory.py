@@ -14,6 +14,7 @@ from lowtide import attn_bias as masks
 from lowtide.memory import peak_memory
 from tests.conftest import NEEDS_CUDA
 from tests.ops.attention.helpers import make_case
+from tests.support.extended import all_extended_but
 
 M, H, K = 2048, 2, 16
 MODES = {
@@ -100,7 +101,10 @@ def test_no_score_tensor_fails_on_dense(device):
     assert peak.bytes > held(case) + TILES
 
 
-@pytest.mark.parametrize("mode", MODES)
+QUICK = [name for name in MODES if name not in ("soft cap", "dropout", "values of other features")]
+
+
+@pytest.mark.parametrize("mode", all_extended_but(QUICK, MODES))
 def test_memory_linear(device, mode):
     room = "fewest" if device != "cpu" else None  # a CPU has none
     once, twice = (peak_of_length(length, mode, device, room)[0] for length in (M, 2 * M))
@@ -116,7 +120,7 @@ def a_tenth_of_dense(case):
     return 3 * B * H * scores(case) / 10
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", all_extended_but(QUICK, MODES))
 def test_memory_tenth_of_dense(device, mode, room, monkeypatch):
     """At M = 4096, with all the room that there is."""
     if room is not None:
@@ -147,6 +151,7 @@ def test_memory_tenth_of_dense_with_stored_scores(mode, dtype, room, monkeypatch
     assert peak.bytes - held(case) <= a_tenth_of_dense(case)
 
 
+@pytest.mark.extended
 def test_memory_of_dense_not_lower(device):
     case = of_length(4096, "plain", device)
     peak = peak_of(device, lambda: step(case, "reference"))
@@ -175,7 +180,7 @@ def test_bias_gradient_memory(device):
     assert peak.bytes <= 2 * case.query.nbytes + 4 * 32 * H * M + TILES
 
 
-@pytest.mark.parametrize("mode", ["plain", "dropout", "bias of keys"])
+@pytest.mark.parametrize("mode", all_extended_but(["plain"], ["plain", "dropout", "bias of keys"]))
 def test_second_derivative_memory(device, mode, monkeypatch):
     from lowtide.ops.attention.operator import higher_order
 

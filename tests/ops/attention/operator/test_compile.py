@@ -8,6 +8,7 @@ import lowtide
 from lowtide import attn_bias as masks
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
 from tests.ops.attention.helpers import make_case, ours
+from tests.support.extended import all_extended_but
 from tests.support.graphs import needs_tracing
 
 pytestmark = needs_tracing
@@ -24,6 +25,7 @@ def operands(device, dtype=torch.float32):
     return Operands(*tensors, case.bias.detach(), first, end, torch.tensor(3, device=device))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rows_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(device, dtype, rows_first):
@@ -66,7 +68,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", all_extended_but(["causal", "local"], CALLS))
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_one_graph(device, name, dynamic):
     torch._dynamo.reset()
@@ -85,6 +87,7 @@ def test_compile_one_graph(device, name, dynamic):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.extended
 def test_compile_bias_and_logsumexp(device):
     """Of one more backend, which generates code."""
     torch._dynamo.reset()
@@ -130,7 +133,13 @@ def test_compile_refuses_forward_mode():
         torch.compile(function, fullgraph=True, backend="eager")(x, x)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1, None), (2, 1, None, None), (1, 1, None, 1)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 2, 1, None),
+        *(pytest.param(each, marks=pytest.mark.extended) for each in ((2, 1, None, None), (1, 1, None, 1))),
+    ],
+)
 def test_compile_bias_of_symbolic_size(device, shape):
     """Dynamo makes a size a symbol once it has seen two; checks must not take it for another."""
     torch._dynamo.reset()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
 
 pytest.importorskip("triton")
@@ -29,7 +30,7 @@ def by_features(tensor):
 
 
 @pytest.mark.parametrize("transposed", OPERANDS)
-@pytest.mark.parametrize(("K", "E"), [(32, 32), (16, 1), (1, 16)])
+@pytest.mark.parametrize(("K", "E"), all_extended_but([(32, 32), (1, 16)], [(32, 32), (16, 1), (1, 16)]))
 @pytest.mark.parametrize("few", [False, True])
 def test_values(device, monkeypatch, few, K, E, transposed):
     skip_unless_runnable("triton", device)

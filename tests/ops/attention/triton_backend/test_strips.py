@@ -61,7 +61,15 @@ IN_ONE = ("plain", "several groups", "sequences without keys", "bias of all scor
 VALUES = [*((name, "128 keys") for name in CASES), *((name, "one strip") for name in IN_ONE)]
 
 
-@pytest.mark.parametrize(("name", "of"), all_extended_but(dict(VALUES).items(), VALUES))
+# Each is the quickest with what it asks of a strip; test_kernels.py and others have the rest.
+QUICK = (
+    *((name, "128 keys") for name in ("causal", "more queries than keys", "causal sequences")),
+    *((name, "128 keys") for name in ("bias of keys", "soft cap and dropout")),
+    *((name, "one strip") for name in ("several groups", "sequences without keys")),
+)
+
+
+@pytest.mark.parametrize(("name", "of"), all_extended_but(QUICK, VALUES))
 def test_values(device, room, name, of):
     skip_unless_runnable("triton", device)
     room(of)
@@ -71,7 +79,7 @@ def test_values(device, room, name, of):
     check(first, case, upstream)
 
 
-@pytest.mark.parametrize("of", ROOMS)
+@pytest.mark.parametrize("of", all_extended_but(["one strip"], ROOMS))
 def test_same_call_same_bits(device, room, of):
     skip_unless_runnable("triton", device)
     room(of)
@@ -97,7 +105,7 @@ def test_gradient_of_one_operand(device, room, only, of):
 LAID_OUT = ["every other", "unaligned", "reversed dimensions", "expanded"]
 
 
-@pytest.mark.parametrize("how", all_extended_but(["every other", "expanded"], LAID_OUT))
+@pytest.mark.parametrize("how", all_extended_but(["expanded"], LAID_OUT))
 def test_strides(device, room, how):
     skip_unless_runnable("triton", device)
     room("128 keys")
@@ -132,7 +140,8 @@ def test_gradient_of_one_operand_with_full_bias(device, room, only, softcap):
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
 
 
-@pytest.mark.parametrize("of", all_extended_but(["128 keys"], ROOMS))
+@pytest.mark.extended
+@pytest.mark.parametrize("of", ROOMS)
 def test_memory(device, room, of):
     """Weights and gradients of scores in their room, the float32 sum of a strip's dq, and rows."""
     skip_unless_runnable("triton", device)

@@ -160,10 +160,10 @@ class Counted:
         return self.kernel[grid]
 
 
-QUICKER = (GRID[1], GRID[9])  # a half of torch's, the float32 of Triton's quickest way
+QUICKEST = GRID[11:12]  # the float16 of Triton's quickest way
 
 
-@pytest.mark.parametrize(("name", "dtype", "products"), all_extended_but(QUICKER, GRID))
+@pytest.mark.parametrize(("name", "dtype", "products"), all_extended_but(QUICKEST, GRID))
 def test_errors_of_eager(device, monkeypatch, name, dtype, products):
     """Ours round a product's weights only in Triton's kernels: tensor cores take no others."""
     way = WAYS[name]

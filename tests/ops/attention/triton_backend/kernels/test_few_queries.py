@@ -7,6 +7,7 @@ import torch
 from lowtide import attn_bias as masks
 from tests.ops.attention.definition.test_layouts import poisoned
 from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
 
 pytest.importorskip("triton")
@@ -56,7 +57,13 @@ def run(case, launches):
     assert len(launches) == 1
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = (
+    *("plain", "one query", "no shared heads", "causal from the top left", "window", "sequences"),
+    *("bias of heads", "128 features"),
+)
+
+
+@pytest.mark.parametrize("name", all_extended_but(QUICK, CASES))
 def test_values(device, launches, name):
     skip_unless_runnable("triton", device)
     run(case_of(device, **CASES[name]), launches)

@@ -16,6 +16,7 @@ from tests.ops.attention.helpers import (
     make_upstream,
     ours,
 )
+from tests.support.extended import all_extended_but
 from tests.support.loss import norm, skip_unless_runnable
 
 triton = pytest.importorskip("triton")
@@ -54,7 +55,10 @@ def run(case):
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("more features than most", "features in several blocks")
+
+
+@pytest.mark.parametrize("name", all_extended_but([name for name in CASES if name not in SLOW], CASES))
 def test_values(device, name):
     skip_unless_runnable("triton", device)
     run(make_case(**({"B": 1, "H": 2} | CASES[name]), device=device))
@@ -118,7 +122,11 @@ PADDING = ["right", "left", "in the middle", "both sides, of a head", "all of a 
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float16) for name in PADDING), ("right", torch.float32)]
+    ("name", "dtype"),
+    [
+        *((name, torch.float16) for name in PADDING),
+        pytest.param("right", torch.float32, marks=pytest.mark.extended),
+    ],
 )
 def test_padded_keys(device, name, dtype):
     """Tiles without a key that is shown are left out."""
@@ -142,7 +150,13 @@ def test_padded_keys_are_not_read(device):
     assert all(each.isfinite().all() for each in (out, *torch.autograd.grad(out.sum(), leaves)))
 
 
-@pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions", "expanded"])
+@pytest.mark.parametrize(
+    "how",
+    all_extended_but(
+        ["every other", "reversed dimensions"],
+        ["every other", "unaligned", "reversed dimensions", "expanded"],
+    ),
+)
 def test_strides(device, how):
     skip_unless_runnable("triton", device)
     case = make_case(2, 33, 45, 4, 2, bias=(1, 1, 1, 1), device=device)

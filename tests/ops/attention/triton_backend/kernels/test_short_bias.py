@@ -7,6 +7,7 @@ import torch
 from lowtide import attn_bias as masks
 from tests.ops.attention.definition.test_layouts import poisoned
 from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
 
 pytest.importorskip("triton")
@@ -53,13 +54,16 @@ def run(case, launches):
     assert len(launches) == 1
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("plain", "causal", "local", "many features", "one batch, heads share")
+
+
+@pytest.mark.parametrize("name", all_extended_but(QUICK, CASES))
 def test_values(device, launches, name):
     skip_unless_runnable("triton", device)
     run(case_of(device, **CASES[name]), launches)
 
 
-@pytest.mark.parametrize("programs", [1, 24, 1 << 20])
+@pytest.mark.parametrize("programs", all_extended_but([1, 24], [1, 24, 1 << 20]))
 @pytest.mark.parametrize("shape", [(0, 1, 1, 1), (0, 0, 1, 1), (1, 0, 1, 1)], ids=str)
 def test_runs(device, launches, monkeypatch, shape, programs):
     """One run, some and as many as there are scores."""
@@ -68,6 +72,7 @@ def test_runs(device, launches, monkeypatch, shape, programs):
     run(case_of(device, bias=shape), launches)
 
 
+@pytest.mark.extended
 def test_parts_have_a_bound(device, launches, monkeypatch):
     """Beside the bias's gradient runs hold at most BIAS_PROGRAMS tiles, for any number of them."""
     skip_unless_runnable("triton", device)
@@ -104,7 +109,12 @@ def test_float32(device, launches, monkeypatch, more):
     run(case_of(device, dtype=torch.float32, **more), launches)
 
 
-@pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions", "expanded"])
+@pytest.mark.parametrize(
+    "how",
+    all_extended_but(
+        ["unaligned", "expanded"], ["every other", "unaligned", "reversed dimensions", "expanded"]
+    ),
+)
 def test_strides(device, launches, how):
     skip_unless_runnable("triton", device)
     case = case_of(device)
@@ -118,7 +128,13 @@ def test_strides(device, launches, how):
 
 @pytest.mark.parametrize(
     "more",
-    [{"B": 1}, {"K": 65}, {"bias": (1, 1, 1, 1)}, {"bias": (0, 1, 0, 1)}, {"dtype": torch.float32}],
+    [
+        {"B": 1},
+        {"K": 65},
+        {"bias": (1, 1, 1, 1)},
+        {"bias": (0, 1, 0, 1)},
+        pytest.param({"dtype": torch.float32}, marks=pytest.mark.extended),
+    ],
     ids=str,
 )
 def test_other_ways(device, launches, monkeypatch, more):

@@ -105,7 +105,15 @@ def test_few_queries_of_many_keys(device, runs, name):
 
 
 @pytest.mark.parametrize(
-    "shape", [(0, 1, 0, 1), (1, 0, 0, 1), (1, 0, 1, 0), (1, 0, 1, 1), (0, 0, 0, 0)], ids=str
+    "shape",
+    [
+        *((1, 0, 1, 1), (0, 0, 0, 0)),
+        *(
+            pytest.param(each, marks=pytest.mark.extended)
+            for each in ((0, 1, 0, 1), (1, 0, 0, 1), (1, 0, 1, 0))
+        ),
+    ],
+    ids=str,
 )
 def test_other_biases(device, runs, shape):
     """Their gradients have other ways; without one, the call is as any other."""

@@ -113,9 +113,11 @@ VALUES = [
 ]
 # Each case in one room, that of one key head where it has several.
 ONCE = dict([*VALUES[len(WHOLE_HEADS) :], *VALUES[: len(WHOLE_HEADS)]])
+SLOW = ("many features", "bias, everything", "bias [B, 1, M, N]", "bias [B, H, M, N]", "shared key heads")
+QUICK = [(name, room) for name, room in ONCE.items() if name not in SLOW]
 
 
-@pytest.mark.parametrize(("name", "room"), all_extended_but(ONCE.items(), VALUES))
+@pytest.mark.parametrize(("name", "room"), all_extended_but(QUICK, VALUES))
 def test_values(device, monkeypatch, name, room):
     skip_unless_runnable("triton", device)
     case = case_of(name, device)
@@ -148,7 +150,13 @@ def test_same_call_same_bits(device, monkeypatch, name):
             assert torch.equal(found[part], first[part]), part
 
 
-@pytest.mark.parametrize("name", ["bias [1, H, M, N]", "bias [B, 1, M, N]", "bias, everything"])
+@pytest.mark.parametrize(
+    "name",
+    all_extended_but(
+        ["bias [1, H, M, N]", "bias [B, 1, M, N]"],
+        ["bias [1, H, M, N]", "bias [B, 1, M, N]", "bias, everything"],
+    ),
+)
 def test_float16(device, monkeypatch, name):
     skip_unless_runnable("triton", device)
     monkeypatch.setattr(grad_scores, "ROOM", 1)
@@ -158,7 +166,7 @@ def test_float16(device, monkeypatch, name):
 
 
 @pytest.mark.parametrize("room", ROOMS[:2])
-@pytest.mark.parametrize("M", [100, 200])
+@pytest.mark.parametrize("M", all_extended_but([100], [100, 200]))
 def test_memory(device, monkeypatch, M, room):
     """Of float32: a strip, its operands in three pieces, and rows; where strips are of some keys
     the query's gradient is its own sum. All of it linear in M."""
