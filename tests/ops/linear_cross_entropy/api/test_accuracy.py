@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.support.extended import all_extended_but
 from tests.support.loss import dense, differentiate, fused, make_inputs, norm, planned, workspace_for
 
 N, D, V = 512, 64, 1000
@@ -54,7 +55,7 @@ def confident_inputs(probability, device, dtype):
     return inputs
 
 
-@pytest.mark.parametrize("chunks", [1, 8, 64, 256])
+@pytest.mark.parametrize("chunks", all_extended_but([1, 8, 64], [1, 8, 64, 256]))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_errors_independent_of_chunks(device, reduction, dtype, chunks):

@@ -7,6 +7,7 @@ import torch
 
 import lowtide
 from lowtide.memory import peak_memory
+from tests.support.extended import all_extended_but
 from tests.support.loss import fused, make_inputs, smallest_workspace
 
 # With these sizes, a single row of logits or vector [V] too many exceeds the promise.
@@ -210,7 +211,7 @@ def test_input_copied_by_chunks(device, kind, reduction):
     assert peak.bytes <= options["workspace"] + gradients + 4 * rows
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", all_extended_but([torch.float32], [torch.float32, torch.float64]))
 def test_workspace_counts_row_vectors(device, dtype):
     rows = 40_000
     inputs = make_inputs(rows, 1, 4, device=device, dtype=dtype, bias=True, class_weight=True)

@@ -95,6 +95,7 @@ def test_layout_memory_second_term_and_teacher(layout, dtype):
 sizes = st.integers(0, 12).flatmap(lambda power: st.integers(2 ** (power // 2), 2 ** ((power + 1) // 2) + 1))
 
 
+@pytest.mark.extended
 @settings(max_examples=25, deadline=None)
 @given(
     N=sizes,

@@ -319,6 +319,7 @@ for run in (
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("environment", [{}, {"TRITON_INTERPRET": "1"}], ids=["", "interpreted, too late"])
 def test_triton_refuses_cpu(plain_environment, environment):
     """Too late: Triton is imported."""

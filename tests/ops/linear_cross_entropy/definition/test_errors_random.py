@@ -1,6 +1,7 @@
 """Any arguments at all: a result that is right, or an error that says what is wrong."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -98,6 +99,7 @@ def test_any_arguments(changes):
         torch.testing.assert_close(found.to(expected.dtype), expected, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.extended
 @FUZZ
 @given(changes=CHANGES)
 def test_any_arguments_of_log_probs(changes):

@@ -52,6 +52,7 @@ def test_tensor_maps():
     assert not backend.tma_compatible(whole[:0])
 
 
+@pytest.mark.extended
 def test_without_gluon():
     """A Triton that has none, or another one: everything else is there, and runs."""
     code = """

@@ -86,6 +86,7 @@ def assembly():
     return {tuple(key): ptx for key, ptx in map(json.loads, run.stdout.splitlines())}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_no_sum_takes_a_product(assembly, transform):
     """ptxas fuses such a sum, unless one is marked rn: z has the same bits in all kernels."""

@@ -147,7 +147,7 @@ def same_bits(rank: int, names: Iterable[str] = CASES) -> None:
 
 
 def same_bits_of_few(rank: int) -> None:
-    few = "few tokens", "options", "own tokens, none", "log-probabilities, options"
+    few = "few tokens", "log-probabilities, options"
     same_bits(rank, (*few, "a rank without classes"))
 
 

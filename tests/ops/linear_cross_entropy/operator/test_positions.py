@@ -126,6 +126,7 @@ def test_saved_graph(device):
         torch.testing.assert_close(3 * one, three, rtol=1e-12, atol=0)
 
 
+@pytest.mark.extended
 def test_second_order(device):
     arguments = make_call((3,), device=device, bias=True, probabilities=True)
 

@@ -24,7 +24,7 @@ EXTENDED = pytest.mark.extended
     ("device", "scenarios"),
     [
         ("cpu", ["same_bits_of_few"]),
-        ("cpu", CHANGES[2:]),
+        pytest.param("cpu", CHANGES[2:], marks=EXTENDED),
         pytest.param("cpu", ["same_bits", *CHANGES[:2]], marks=EXTENDED),
         on_cards(2, ["same_bits", *CHANGES]),
     ],

@@ -15,6 +15,7 @@ from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
+from tests.support.extended import all_extended_but
 
 V, D = 128256, 1024
 SHARDS = (0, 1, 17, 4000, V // 2, V - 1, V)  # classes of a rank in uneven layouts: none, few, all
@@ -50,7 +51,7 @@ def plan_of(device, N, V_r, *, log_probs=False, wanted=(True, True), dtype=torch
         return planner.make_plan(head, given, kind)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", all_extended_but(OPTIONS[:3], OPTIONS), ids=str)
 def test_one_engine(device, options):
     """By shards of any sizes, tokens that are replicated or not, dtypes and wanted gradients."""
     for tokens_sharded, dtype, wanted in product(

@@ -41,9 +41,9 @@ def ranks_of(module: str, tmp_path, device: str, kinds: list[str], engine: str, 
 @pytest.mark.parametrize(
     ("device", "engine", "kind", "ranks"),
     [
-        ("cpu", "cpu_exponentials", "few bfloat16", 3),
+        pytest.param("cpu", "cpu_exponentials", "few bfloat16", 3, marks=EXTENDED),
         pytest.param("cpu", "cpu_exponentials", "all bfloat16", 2, marks=EXTENDED),
-        ("cpu", "exponentials", "6 float32", 2),
+        pytest.param("cpu", "exponentials", "6 float32", 2, marks=EXTENDED),
         pytest.param("cpu", "exponentials", "few float32", 2, marks=EXTENDED),
         pytest.param("cpu", "exponentials", "24 float32", 3, marks=EXTENDED),
         on_cards(2, "exponentials", "pairs bfloat16", 2),

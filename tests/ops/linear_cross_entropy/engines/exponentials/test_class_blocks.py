@@ -44,7 +44,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # and tokens whose exponentials are kept between them, for which there is room up to half the
 # features (on a card, all).
 SIZES = [(32, 48, 48, 64, 8), (8, 139, 32, 40, 8), (5, 64, 70, 139, 11), (32, 48, 48, 64, 0)]
-all_sizes = pytest.mark.parametrize("sizes", SIZES, ids=str, indirect=True)
+all_sizes = pytest.mark.parametrize(
+    "sizes",
+    [SIZES[0], *(pytest.param(each, marks=pytest.mark.extended) for each in SIZES[1:3]), SIZES[3]],
+    ids=str,
+    indirect=True,
+)
 
 
 @pytest.fixture(params=SIZES[:1], ids=str)
@@ -113,7 +118,10 @@ def test_logits_far_from_the_targets(device, sizes, learned):
 
 
 @pytest.mark.parametrize("options", all_extended_but([OPTIONS[0], OPTIONS[-1]], OPTIONS), ids=str)
-@pytest.mark.parametrize(("reduction", "learned", "scale"), [("mean", True, 40.0), ("none", False, 2.0)])
+@pytest.mark.parametrize(
+    ("reduction", "learned", "scale"),
+    all_extended_but([("none", False, 2.0)], [("mean", True, 40.0), ("none", False, 2.0)]),
+)
 def test_options(device, sizes, options, reduction, learned, scale):
     inputs = inputs_of(device, bias=learned, logit_scale=learned, class_weight=True, scale=scale)
     if learned:
@@ -122,7 +130,11 @@ def test_options(device, sizes, options, reduction, learned, scale):
     run(inputs, reduction=reduction, upstream=upstream, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    all_extended_but([{}, {"softcap": 3.0}], [{}, {"label_smoothing": 0.2}, {"softcap": 3.0}]),
+    ids=str,
+)
 @pytest.mark.parametrize("scale", [2.0, 60.0])
 def test_two_terms(device, sizes, options, scale):
     inputs = inputs_of(device, D=32, bias=bool(options), scale=scale)
@@ -156,7 +168,7 @@ def test_log_probs(device, sizes, options, scale):
     check_log_probs(actual, inputs, upstream, factor=2.0 if device == "cuda" else 4.0, **options)
 
 
-@pytest.mark.parametrize("frozen", ["input", "linear_weight"])
+@pytest.mark.parametrize("frozen", all_extended_but(["input"], ["input", "linear_weight"]))
 def test_frozen_operand(device, sizes, frozen):
     inputs = inputs_of(device)
     both = run(inputs)
@@ -170,6 +182,7 @@ def small_of_all(inputs: Inputs) -> int:
     return smallest_workspace(lambda bytes: planned(inputs, bytes, backend="triton")) + 2000
 
 
+@pytest.mark.extended
 def test_nan_reaches_loss_unless_ignored(device, sizes):
     inputs = inputs_of(device, ignored=0)
     with torch.no_grad():
@@ -202,9 +215,13 @@ EXTRAS = [{}, {"bias": True, "class_weight": True, "logit_scale": True}]
 
 
 @pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "all"])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"softcap": 5.0, "z_loss": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    all_extended_but([{}], [{}, {"label_smoothing": 0.1}, {"softcap": 5.0, "z_loss": 0.1}]),
+    ids=str,
+)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("room", [1.0, 1.2, 2.0])
+@pytest.mark.parametrize("room", all_extended_but([1.0, 2.0], [1.0, 1.2, 2.0]))
 def test_workspace_kept(device, counted, room, reduction, extras, options):
     N, D, V = counted
     inputs = make_inputs(N, D, V, device=device, dtype=torch.bfloat16, **extras)

@@ -35,6 +35,7 @@ from tests.ops.linear_cross_entropy.on_exponentials import (  # noqa: F401
     several_blocks,
     with_options,
 )
+from tests.support.extended import all_extended_but
 
 # The interpreter computes with numpy, which warns when exp(z - z_target) overflows at the first
 # attempt.
@@ -67,8 +68,10 @@ def test_class_blocks(device):
     run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "reduction": "none"}], ids=str)
-@pytest.mark.parametrize("bits", [24, 20])
+@pytest.mark.parametrize(
+    "options", all_extended_but([{}], [{}, {"label_smoothing": 0.2, "reduction": "none"}]), ids=str
+)
+@pytest.mark.parametrize("bits", all_extended_but([24], [24, 20]))
 def test_packed_sum(device, bits, options, monkeypatch):
     """Four bytes a weight do not fit, one does or half of one, in several chunks. The interpreter
     truncates, as above."""
@@ -113,7 +116,8 @@ def test_packed_sum_accuracy(device, bits):
     assert ((found_VD - exact_VD).abs() <= rounding_VD)[:, 2:].all()
 
 
-@pytest.mark.parametrize(("bits", "factor"), [(24, 2.0), pytest.param(20, 4.0, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize(("bits", "factor"), [(24, 2.0), (20, 4.0)])
 def test_frequent_class_confident(device, bits, factor, monkeypatch):
     """What the probabilities of a class add to its row of dW, and what its targets subtract, are
     fifty times what is left. A sum of first the one and then the other, over 16 chunks, would err
@@ -295,7 +299,7 @@ def test_options(device, options, reduction, learned):
     run(inputs, reduction=reduction, upstream=upstream, **options)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", all_extended_but(OPTIONS[:2], OPTIONS), ids=str)
 def test_options_by_class(device, options):
     """The float32 sum of the weight's gradient does not fit."""
     N, V = several_blocks(device)

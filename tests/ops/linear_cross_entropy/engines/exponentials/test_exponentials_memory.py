@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE
+from tests.support.extended import all_extended_but
 from tests.support.loss import check, differentiate, fused, make_inputs, planned, workspace_for
 
 pytest.importorskip("triton")
@@ -52,7 +53,12 @@ def plans(monkeypatch, kind):
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("kind", "options"), [(kind, {}) for kind in KINDS] + [(kind, SMOOTHING) for kind in KINDS[:2]], ids=str
+    ("kind", "options"),
+    all_extended_but(
+        [("accumulate", {}), ("single_product", {})],
+        [(kind, {}) for kind in KINDS] + [(kind, SMOOTHING) for kind in KINDS[:2]],
+    ),
+    ids=str,
 )
 def test_no_overwrite_of_needed_values(device, plans, kind, options, reduction, widths, frozen):
     """In chunks, the last of which is smaller, and pieces of these; or at once in pieces only."""

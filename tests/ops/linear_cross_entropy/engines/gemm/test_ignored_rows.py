@@ -45,6 +45,7 @@ from tests.ops.linear_cross_entropy.on_exponentials import (
 from tests.ops.linear_cross_entropy.options.test_several_terms import in_terms
 from tests.ops.linear_cross_entropy.planning.test_workspace_size import planned_on_hopper
 from tests.support.cuda_graphs import captured
+from tests.support.extended import all_extended_but
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -121,7 +122,9 @@ def test_patterns(device, pattern, reduction):
 
 @pytest.mark.parametrize("pattern", ["all", "prefixes"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("kind", ["accumulate", "packed", "single_product"])
+@pytest.mark.parametrize(
+    "kind", all_extended_but(["accumulate", "single_product"], ["accumulate", "packed", "single_product"])
+)
 def test_ways_and_chunks(device, monkeypatch, kind, reduction, pattern):
     """In several chunks, of which the last ones have no row that counts; or at once."""
     few = kind == "single_product"
@@ -193,6 +196,7 @@ def test_row_weights(device):
     run(inputs)
 
 
+@pytest.mark.extended
 def test_two_terms_and_leading_dimensions(device):
     """The narrow second term, and an input that has no view [N, D]."""
     inputs = inputs_for(device, "prefixes")
@@ -213,7 +217,7 @@ def test_two_terms_and_leading_dimensions(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}], ids=str)
+@pytest.mark.parametrize("options", all_extended_but([{}], [{}, {"label_smoothing": 0.2}]), ids=str)
 def test_poison_in_ignored_rows(device, reduction, options):
     """Rows that do not count are not read: what they hold reaches nothing, not even dW."""
     inputs = inputs_for(device, "prefixes", bias=True)
@@ -230,6 +234,7 @@ def _in_one_order(a, b, dtype=None):
     return (a[:, :, None].astype(dtype) * b[None].astype(dtype)).sum(1)
 
 
+@pytest.mark.extended
 def test_bits_of_other_rows(device, monkeypatch):
     """Which rows are ignored changes no bit of another row's loss and of its dX.
 
@@ -251,6 +256,7 @@ def test_bits_of_other_rows(device, monkeypatch):
         assert not found["input"][~kept].any()
 
 
+@pytest.mark.extended
 def test_class_blocks_take_all_rows(device):
     inputs = inputs_for(device, "prefixes", dtype=torch.bfloat16)
 

@@ -10,6 +10,7 @@ import torch
 
 from lowtide.memory import peak_memory
 from tests.support.cuda_graphs import captured
+from tests.support.extended import all_extended_but
 from tests.support.loss import (
     check,
     differentiate,
@@ -84,7 +85,7 @@ def test_target_kinds(device, chunks, kind, reduction):
     assert chunks == [1] if reduction == "mean" else chunks == [1, 1]  # forward; and backward
 
 
-@kinds
+@pytest.mark.parametrize("kind", all_extended_but(["all"], KINDS))
 def test_several_chunks(device, chunks, kind):
     inputs, options = of_kind(kind, device, N=70)
     small = {name: value for name, value in options.items() if name != "logit_scale"}
@@ -93,7 +94,7 @@ def test_several_chunks(device, chunks, kind):
     assert len(chunks) >= 3
 
 
-@kinds
+@pytest.mark.parametrize("kind", all_extended_but(["smoothed"], KINDS))
 def test_class_blocks(device, kind):
     """A bfloat16 weight with no float32 sum. The interpreter truncates: twice the rounding."""
     N, V = several_blocks(device)
@@ -110,7 +111,7 @@ def test_class_blocks(device, kind):
     run(inputs, workspace=least + 20_000, factor=2.0 if device == "cuda" else 4.0, **options)
 
 
-@kinds
+@pytest.mark.parametrize("kind", all_extended_but(["probabilities"], KINDS))
 def test_weight_gradient_in_24_bits(device, chunks, kind):
     """Of a bfloat16 weight, which leaves room for more rows at a time; the last product rounds."""
     inputs, options = of_kind(kind, device, N=1100 if device == "cuda" else 150, dtype=torch.bfloat16)
@@ -133,7 +134,7 @@ def test_two_terms(device, chunks, kind):
     assert chunks == [2]
 
 
-@kinds
+@pytest.mark.parametrize("kind", all_extended_but(["probabilities"], KINDS))
 def test_no_grad_same_loss(device, chunks, kind):
     inputs, options = of_kind(kind, device)
     with_gradients = fused(inputs, backend="triton", **options)
@@ -254,15 +255,15 @@ def test_accuracy_of_16_bits(device, size, near):
     torch.testing.assert_close(statistics.soft_nll_N.double(), exact_loss_C, rtol=3e-6, atol=2**-22)
 
 
-@kinds
+@pytest.mark.parametrize("kind", all_extended_but(["probabilities"], KINDS))
 def test_same_call_same_bits(device, kind):
     inputs, options = of_kind(kind, device)
     first, second = (differentiate(fused, inputs, backend="triton", **options) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@kinds
+@pytest.mark.parametrize("reduction", all_extended_but(["mean"], ["mean", "none"]))
+@pytest.mark.parametrize("kind", all_extended_but(["probabilities"], KINDS))
 def test_memory(device, chunks, kind, reduction):
     """The workspace, the gradients and the loss, whatever the logits take."""
     N, V = (64, 16384) if device == "cuda" else (32, 112)

@@ -25,6 +25,7 @@ from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspac
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE, LEAST_ROOM, ROOM
 from lowtide.tools.estimate.setting import Dtype, Loss, Setting
 from lowtide.tools.estimate.step import estimate
+from tests.support.extended import all_extended_but
 from tests.support.loss import interpreted
 from tests.tools.estimate.conftest import TINY_LLAMA, config  # noqa: F401  a fixture
 
@@ -98,6 +99,7 @@ def test_peak_within_dense(seed):
         assert peak_of(ours("torch"), leaves) <= allowed
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not interpreted(), reason="on the CPU the kernels run through the interpreter alone")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's
 def test_peak_within_dense_triton():
@@ -111,7 +113,11 @@ def test_peak_within_dense_triton():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize(
-    ("N", "D", "V"), [(300, 40, 9000), (600, 200, 5000), (300, 300, 9000), (9000, 200, 400)]
+    ("N", "D", "V"),
+    all_extended_but(
+        [(300, 40, 9000), (300, 300, 9000), (9000, 200, 400)],
+        [(300, 40, 9000), (600, 200, 5000), (300, 300, 9000), (9000, 200, 400)],
+    ),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_peak_below_dense_large_logits(dtype, N, D, V, reduction):
@@ -276,7 +282,9 @@ def test_positions_within_dense(reduction, dtype):
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize(("N", "D", "V"), [(300, 40, 9000), (600, 200, 5000)])
+@pytest.mark.parametrize(
+    ("N", "D", "V"), all_extended_but([(300, 40, 9000)], [(300, 40, 9000), (600, 200, 5000)])
+)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_log_probs_within_dense(dtype, N, D, V, entropy):
     x, w = (torch.randn(length, D).to(dtype).requires_grad_() for length in (N, V))
@@ -318,8 +326,12 @@ def test_distillation_within_dense(seed, divergence, grad):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.autocast, Dtype.float32])
-@pytest.mark.parametrize(("classes", "length"), [(1000, 16), (1000, 128), (8192, 64)])
+@pytest.mark.parametrize(
+    "dtype", all_extended_but([Dtype.bfloat16], [Dtype.bfloat16, Dtype.autocast, Dtype.float32])
+)
+@pytest.mark.parametrize(
+    ("classes", "length"), all_extended_but([(1000, 128), (8192, 64)], [(1000, 16), (1000, 128), (8192, 64)])
+)
 def test_estimate_of_small_model(config, classes, length, dtype, device):  # noqa: F811
     pytest.importorskip("transformers")
     setting = Setting(config(TINY_LLAMA, vocab_size=classes), 1, length, dtype)
