@@ -21,7 +21,6 @@ from lowtide.cli.shared.parameters import output_directory, output_file, output_
 from lowtide.core.errors import ArgumentError
 from lowtide.tools.errors import UserError
 from tests.support.commands import invoke, said
-from tests.support.extended import all_extended_but
 
 SIZES = {"vocab-size": 280, "width": 64, "depth": 1, "context": 16, "batch": 2, "device": "cpu"}
 TRAIN = [str(part) for name, size in SIZES.items() for part in (f"--{name}", size)]
@@ -320,7 +319,8 @@ def test_pipe_closed_and_disk_full(plain_environment):
     assert errors_.startswith("lowtide doctor attention: the disk is full\n")
 
 
-@pytest.mark.parametrize("loss", all_extended_but(["lowtide"], ["lowtide", "both"]))
+@pytest.mark.extended
+@pytest.mark.parametrize("loss", ["lowtide", "both"])
 def test_interrupt_ends_run_silently(loss, text, tmp_path):
     """Ctrl-C in a terminal reaches every process of the group; a run with a child ends with it."""
     endless = ("--data", "text.txt", *TRAIN, "--steps", 10**6, "--save-every", 1, "--loss", loss)

@@ -17,6 +17,7 @@ from lowtide.tools.estimate.setting import Dtype, Loss, Setting
 from lowtide.tools.estimate.step import estimate as estimated
 from tests.support.commands import invoke as in_this_process
 from tests.support.commands import said
+from tests.support.extended import all_extended_but
 from tests.tools.estimate.conftest import LLAMA_3_8B, TINY_LLAMA
 
 
@@ -295,7 +296,11 @@ def test_progress_of_each_part():
 WRONG = [None, "x", -1, [], {"a": 1}, 1.5, 10**30, "owner/name"]
 
 
-@pytest.mark.parametrize("key", [*TINY_LLAMA, "hidden_act", "rope_parameters", "layer_types"])
+KEYS = [*TINY_LLAMA, "hidden_act", "rope_parameters", "layer_types"]
+SLOW = ("max_position_embeddings", "num_key_value_heads", "rope_parameters", "layer_types")
+
+
+@pytest.mark.parametrize("key", all_extended_but([each for each in KEYS if each not in SLOW], KEYS))
 def test_config_key_of_wrong_type(tmp_path, key):
     """Or does not matter."""
     pytest.importorskip("transformers")

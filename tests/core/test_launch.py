@@ -18,6 +18,7 @@ from lowtide.core.kernels.backend import cdiv, next_power_of_2
 ODD_POINTERS, UNKNOWN_TYPES = 2, 2  # numbers among the 24 cases, each with two sets of constants
 
 
+@pytest.mark.extended
 def test_same_kernels_and_values_as_triton():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(

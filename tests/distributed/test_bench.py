@@ -45,6 +45,7 @@ def test_rows_of_uneven_shards(tmp_path):
         assert int(row["peak_bytes"]) > 0
 
 
+@pytest.mark.extended
 def test_rows_of_a_head_under_fsdp(tmp_path):
     """Errors are against float64, of the loss, each rank's dX and its uneven shard of dW."""
     done = torchrun(tmp_path, *BENCH, "--fsdp", "3", "--csv", "fsdp.csv", ranks=3)

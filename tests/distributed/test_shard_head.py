@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
 from tests.support.cards import DEVICES
+from tests.support.extended import all_extended_but, asked
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -36,12 +37,13 @@ HELD = [
     "distillation",
     "distillation refused",
 ]
+SLOW = ("distillation", "orders of backward")
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def results(request, tmp_path_factory):
     """Of all scenarios, by rank."""
-    kinds = [*EXACT, *MIXED, "fsdp, mixed", *SAME, "scaled apart", *HELD]
+    kinds = [*asked(request, "kind", [*EXACT, *MIXED, *SAME, *HELD]), "fsdp, mixed", "scaled apart"]
     store = tmp_path_factory.mktemp("ranks") / "store"
     return run_ranks("tests.distributed.shard_head_ranks", store, kinds, device=request.param)
 
@@ -76,7 +78,7 @@ def test_parameters_are_those_of_fsdp(results, kind):
         assert "raised" not in rank[kind], rank[kind]["raised"]
 
 
-@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("kind", all_extended_but([each for each in HELD if each not in SLOW], HELD))
 def test_holds(results, kind):
     """What the functions of shard_head_ranks.py assert."""
     for rank in results:

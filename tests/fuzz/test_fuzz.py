@@ -14,6 +14,7 @@ from tests.fuzz.deferred_program import Line, Program
 from tests.fuzz.pool import Finding, Pool
 from tests.fuzz.subjects import SUBJECTS
 from tests.fuzz.worker import run_case
+from tests.support.extended import all_extended_but
 
 CASES = 30
 SEED = 20_000  # the seed of the first case
@@ -107,7 +108,7 @@ CANCELS = (
 
 
 @pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", all_extended_but(range(8), range(20)))
 def test_gradient_that_cancels(monkeypatch, seed):
     """Its truth is 0: the roundings of its terms are allowed, and nothing that is larger."""
     program = Program(seed, "f32", (1, 3, 2, 7), False, False, None, "", "", [Line(each) for each in CANCELS])
@@ -151,6 +152,7 @@ def pool_of(change, timeout=60.0, subjects=("loss",)):
     return Pool(subjects, "cpu", found.append, timeout=timeout, command=command), found
 
 
+@pytest.mark.extended
 def test_processes_report_findings():
     pool, found = pool_of(SCALED)
     pool.run(SEED, count=25)

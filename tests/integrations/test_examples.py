@@ -57,9 +57,8 @@ def runner():
         process.stdin.close()
 
 
-@pytest.mark.parametrize(
-    "name", [*OF_TORCH_ALONE, *(pytest.param(name, marks=pytest.mark.extended) for name in OF_PACKAGES)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("name", [*OF_TORCH_ALONE, *OF_PACKAGES])
 def test_example_prints_same_loss_less_memory(name, runner):
     needs, dtype = EXAMPLES[name]
     for each in needs:

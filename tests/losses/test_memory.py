@@ -7,6 +7,7 @@ import lowtide
 from lowtide.losses import contrastive, dpo, grpo, sequence_log_probs, z_loss
 from lowtide.memory import peak_memory
 from lowtide.ops.distillation import forward_kl, jensen_shannon, reverse_kl
+from tests.support.extended import all_extended_but
 
 PAIRS, T, D, V = 8, 64, 8, 16384
 N = 2 * PAIRS * T  # 64 MiB of float32 logits
@@ -41,7 +42,7 @@ def z_loss_alone(hidden, weight, target):
     return z_loss(hidden, weight, target, workspace=WORKSPACE)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", all_extended_but([torch.float32], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("loss_of", [dpo_loss, grpo_loss, z_loss_alone])
 def test_memory_on_hidden_states(device, loss_of, dtype):
     hidden, weight, target = language(device, dtype)
@@ -66,7 +67,7 @@ def test_memory_of_reference_freed(device, dtype):
     assert peak.bytes <= WORKSPACE + A_FEW_NUMBERS * N
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", all_extended_but([torch.float32], [torch.float32, torch.bfloat16]))
 def test_memory_of_contrastive(device, dtype):
     rows, workspace = 2048, 1 << (19 if device == "cpu" else 20)  # 16 MiB of float32 similarities
     image, text = (torch.randn(rows, D).to(device, dtype).requires_grad_() for _ in range(2))

@@ -1,9 +1,9 @@
 """Decides which cases `make test` leaves to `make test-extended`; CI runs both.
 
 A test with several lists of parameters runs for each combination of their values: that is most of
-the suite, and most of its time. `make test` takes, of each such test, few cases in which every
-value of every list occurs; the others are `extended`, and so are tests and values that carry the
-mark because they take seconds.
+the suite, and most of its time. Tests and values that carry the mark `extended` take longer than
+others, which run the same code. Of each test with parameters `make test` takes, of what has no
+mark, few cases in which every value of every list occurs; the others are `extended`, too.
 """
 
 from collections import defaultdict

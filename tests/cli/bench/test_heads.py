@@ -5,6 +5,7 @@ import pytest
 from tests.support.commands import invoke, said
 
 
+@pytest.mark.extended
 def test_smoke_run_writes_table_csv_and_picture(tmp_path):
     out, picture = tmp_path / "heads.csv", tmp_path / "heads.svg"
     arguments = ("--tokens", "40,96", "--workspaces", "default,64KiB", "--csv", out, "--plot", picture)

@@ -13,6 +13,7 @@ from tests.support.commands import invoke, said
 SMOKE = [case for case in REAL_CASES if case.smoke]
 
 
+@pytest.mark.extended
 def test_smoke_run_writes_table_csv_and_picture(tmp_path):
     """In a process of its own: the command line, the file and the figures in it."""
     out, picture = tmp_path / "real.csv", tmp_path / "real.svg"

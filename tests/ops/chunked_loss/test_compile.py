@@ -66,7 +66,8 @@ def test_compile_step_breaks_graph(device, mode):
     assert not any("cross_entropy" in each for each in others)
 
 
-@pytest.mark.parametrize("mode", all_extended_but(["recompute"], MODES))
+@pytest.mark.extended
+@pytest.mark.parametrize("mode", MODES)
 def test_compile_step_memory(device, mode):
     """And the compiled dense step does not."""
     N, C, D, V = 512, 16, 8, 4096
@@ -115,6 +116,7 @@ def soft_capped(logits, labels):
     return cross_entropy(capped * torch.sigmoid(capped), labels)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("which", ["head", "loss_fn"])
 def test_compile_float16(device, which):
     """Code that was compiled for graphs that are not retained raises where one is."""

@@ -4,6 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.cards import DEVICES, on_cards
+from tests.support.extended import all_extended_but, asked
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -17,7 +18,7 @@ SCENARIOS = ("excluded", "near_teacher", "errors", "compiled", "fsdp")
 @pytest.fixture(scope="module", params=DEVICES)
 def results(request, tmp_path_factory):
     store = tmp_path_factory.mktemp("ranks") / "store"
-    kinds = ["matrix float64", "matrix bfloat16", *SCENARIOS, "moved", "peak"]
+    kinds = ["matrix float64", "matrix bfloat16", *asked(request, "scenario", SCENARIOS), "moved", "peak"]
     return run_ranks(RANKS, store, kinds, device=request.param)
 
 
@@ -43,7 +44,9 @@ def test_values_more_ranks(tmp_path, device, ranks):
         check_matrix(found, kind, 24)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario", all_extended_but([each for each in SCENARIOS if each != "compiled"], SCENARIOS)
+)
 def test_scenario(results, scenario):
     """Each asserts what it finds, on every rank."""
     for rank in results:
@@ -67,6 +70,7 @@ def test_memory(results):
         assert max(found["replicated"], found["tokens"]) <= found["workspace"] < found["logits"] // 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("device", ["cpu", on_cards(1)])
 def test_triton(tmp_path, device):
     """The kernel's statistics of parts, merged, are those of all classes."""

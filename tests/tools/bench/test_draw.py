@@ -14,6 +14,7 @@ from lowtide.tools.bench.table import LOSS, CsvWriter
 from lowtide.tools.environment import Environment
 from lowtide.tools.errors import UserError
 from tests.support.commands import invoke
+from tests.support.extended import all_extended_but
 
 CENTER = next(case for case in CASES if case.name == "A")
 HERE = Environment("2026-01-01", "SYNTHETIC", "2.11.0", "3.6.0", "0123456789ab", "", "lowtide bench")
@@ -114,7 +115,7 @@ def test_input_refused(tmp_path):
         draw.read(path)
 
 
-@pytest.mark.parametrize("names", [NAMES, [f"lowtide-{i}" for i in range(14)]])
+@pytest.mark.parametrize("names", all_extended_but([NAMES], [NAMES, [f"lowtide-{i}" for i in range(14)]]))
 def test_names_do_not_overlap(tmp_path, names, monkeypatch):
     """Nor outside the picture; lines that all end at one height are the worst case."""
     monkeypatch.setattr(sys.modules[__name__], "NAMES", names)

@@ -225,6 +225,7 @@ def test_record_has_head_floors_and_command():
     assert len(COLUMNS) == len(set(COLUMNS))
 
 
+@pytest.mark.extended
 def test_picture_words_do_not_overlap(tmp_path, monkeypatch):
     fields = records(ROWS, HERE, HEAD_ROWS)
     drawing = drawn(monkeypatch, lambda path: draw(fields, path), tmp_path / "heads.png")
@@ -241,6 +242,7 @@ def test_picture_of_nothing():
         draw(records([row for row in ROWS if row.figures is None], HERE, HEAD_ROWS), None)
 
 
+@pytest.mark.extended
 def test_picture_of_the_file_is_that_of_the_rows(tmp_path):
     """Card and versions are those of the file, wherever it is drawn."""
     with (tmp_path / "heads.csv").open("w", newline="") as file:

@@ -332,6 +332,7 @@ def test_picture_of_nothing():
         draw(records([row for row in synthetic_rows() if row.figures is None], HERE, REAL_ROWS), None)
 
 
+@pytest.mark.extended
 def test_picture_of_the_file_is_that_of_the_rows(tmp_path):
     rows = list(synthetic_rows())
     with (tmp_path / "real.csv").open("w", newline="") as file:

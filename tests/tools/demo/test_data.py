@@ -27,6 +27,7 @@ def test_directory_reads_all_files(tmp_path):
     assert decoded == "first " * 200 + "second " * 200 + "third äöü " * 200
 
 
+@pytest.mark.extended
 def test_standard_library_in_fixed_order():
     texts = data.read_standard_library()
     assert len(texts) > 200

@@ -28,13 +28,14 @@ OTHERS = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("changed", "kinds"),
     [
         ({}, PLAIN),
-        pytest.param({}, OTHERS, marks=pytest.mark.extended),
-        pytest.param({"tie_word_embeddings": True}, PLAIN, marks=pytest.mark.extended),
-        pytest.param({"vocab_size": 8190}, PLAIN, marks=pytest.mark.extended),
+        ({}, OTHERS),
+        ({"tie_word_embeddings": True}, PLAIN),
+        ({"vocab_size": 8190}, PLAIN),
     ],
     ids=["plain", "other settings", "tied", "uneven"],
 )

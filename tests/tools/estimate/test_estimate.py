@@ -92,6 +92,7 @@ def test_dropout_mask_bytes_on_cuda(config):
     assert held[1] - held[0] == masks * B * T * D
 
 
+@pytest.mark.extended
 def test_checkpointing_and_workspace(config):
     pytest.importorskip("transformers")
     path = config(TINY_LLAMA, num_hidden_layers=4)

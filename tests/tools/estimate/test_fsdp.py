@@ -31,6 +31,7 @@ LLAMA = [
 ]
 
 
+@pytest.mark.extended
 def test_estimate_matches_two_processes(tmp_path):
     compare(tmp_path, DEMO)
 

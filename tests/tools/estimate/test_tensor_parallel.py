@@ -49,9 +49,10 @@ def test_estimate_matches_two_processes(tmp_path, config, kinds):
     compare(tmp_path, [kind.format(path) for kind in kinds])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "changed",
-    [{"vocab_size": 8191}, pytest.param({"tie_word_embeddings": True}, marks=pytest.mark.extended)],
+    [{"vocab_size": 8191}, {"tie_word_embeddings": True}],
     ids=["uneven", "tied"],
 )
 def test_estimate_of_other_heads_matches_two_processes(tmp_path, changed):
@@ -73,6 +74,7 @@ def held(path, ranks, **options):
     return estimate(Setting(path, 1, 64, tp=ranks, **options), Loss.lowtide).held
 
 
+@pytest.mark.extended
 def test_ranks_divide_what_they_hold(config):
     """All matrices by the number of ranks, and their states; a tied weight is held once."""
     path = config(TINY_LLAMA | {"num_key_value_heads": 4})
