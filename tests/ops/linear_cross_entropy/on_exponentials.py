@@ -46,12 +46,14 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiles, name, size)
     for module in (matmul, memory_model):
         monkeypatch.setattr(module, "PRODUCT_ROWS", 16)
+    monkeypatch.setattr(memory_model, "PRODUCT_BYTES", 0)
     monkeypatch.setattr(requirements, "SECOND_FEATURES", 16)
     monkeypatch.setattr(byte_counts, "TARGETS", 16)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(packed_triton, name, size)
-    for name, size in (("BLOCK_C", 16), ("BLOCK_D", 32), ("BLOCK_V", 16)):
+    for name, size in (("BLOCK_C", 16), ("BLOCK_D", 32), ("BLOCK_V", 16), ("SUMMED_ROWS", 8)):
         monkeypatch.setattr(input_gradient, name, size)
+    monkeypatch.setattr(input_gradient, "FEWEST_CLASSES_OF_PART", 16)
     prepare = matmul.Operand.__init__
 
     def prepare_widened(self, input, weight_VD, dtype, *rest):

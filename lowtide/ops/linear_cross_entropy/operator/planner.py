@@ -36,10 +36,10 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     choose_weight_gradient,
 )
 
-# A GEMM that forms dX has half as many rows where its result would take more than 1/40 of the
-# workspace, unless one chunk of few tokens fits beside it. Half as many rows are a little slower,
-# and more rows per chunk gain more.
-PRODUCT_PART = 40  # decisions 0032 and 0076
+# A GEMM that forms dX has fewer rows, but at least so many, where its result would take more than
+# 1/40 of the workspace, unless one chunk of few tokens fits beside it. Fewer rows are a little
+# slower, and more rows per chunk gain more.
+PRODUCT_PART, FEWEST_ROWS_OF_PART = 40, 1024  # decisions 0032 and 0076
 
 
 # In order of preference.
@@ -118,7 +118,7 @@ def _few_tokens_seconds(call: Call) -> float | None:
     _, workspace, counts = _memory(call)
     if workspace < counts.smallest_workspace:
         return None
-    counts = replace(counts, skipping=())
+    counts = replace(counts, may_skip=False)
     tiling = sizes.choose_sizes(workspace, counts)
     way, many = tiling.weight_gradient, counts.N * CLASSES_PER_TOKEN > counts.V
     if engine == "logits_triton" and way != "single_product":
@@ -235,10 +235,10 @@ def predicted_seconds(
     _, workspace, counts = _memory(call)
     tiling = sizes.choose_sizes(workspace, counts)
     if not tiling.skips_ignored:
-        return step_seconds(replace(counts, skipping=()), tiling)
-    counted = replace(counts, N=max(1, round(counts.N * (1 - ignored))))
+        return step_seconds(counts, tiling)
+    counted = replace(counts.of_skipping(), N=max(1, round(counts.N * (1 - ignored))))
     seconds = step_seconds(counted, tiling)
-    if tiling.weight_gradient != "packed":  # cuBLAS forms dW, and reads all rows
+    if tiling.weight_gradient == "accumulate":  # cuBLAS forms dW, and reads all rows
         seconds += weight_gradient_seconds(counts, tiling) - weight_gradient_seconds(counted, tiling)
     return seconds
 
@@ -260,6 +260,10 @@ def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
     fitted = counts.with_smaller_products(workspace) if options.few_tokens else counts
     if options.few_tokens and fitted.one_chunk <= workspace:
         counts = fitted
-    elif PRODUCT_PART * counts.product_rows * counts.product > workspace:
-        counts = replace(counts, product_rows=counts.product_rows // 2)
+    else:
+        rows = counts.product_rows
+        fewest = min(FEWEST_ROWS_OF_PART, rows // 2)
+        while rows > fewest and PRODUCT_PART * rows * counts.product > workspace:
+            rows //= 2
+        counts = replace(counts, product_rows=rows)
     return access, workspace, counts

@@ -21,6 +21,9 @@ ROW_TILE = {"cpu": 8, "cuda": 128}
 TARGETS, TARGETS_BYTES = 512, 1 << 24  # decisions 0016 and 0074
 
 
+# A GEMM of dX with ignored rows divides its inner dimension into parts of at least so many classes.
+FEWEST_CLASSES_OF_PART = 1024  # decision 0079
+
 # A product of rows of dX that is to be small takes at most so many bytes: its GEMM then has about
 # one tile of the result for each multiprocessor. It has at least so many rows; with fewer, reading
 # the weight takes longer than the GEMM.
@@ -43,6 +46,14 @@ def padded(columns: int, multiple: int = 8) -> int:
     They do so in float32 and in half precision (decision 0053). Tensor maps require it.
     """
     return -(-columns // multiple) * multiple
+
+
+def exponentials_stride(classes: int) -> int:
+    """Return the numbers from one row of exponentials to the next.
+
+    Rows of many classes begin at cache lines of 128 bytes (decision 0079).
+    """
+    return padded(classes, 64 if classes >= 2048 else 8)
 
 
 def padded_classes(classes: int, device: str) -> int:
@@ -76,18 +87,23 @@ class ClassBlocks:
     """Other bytes per token in the second sweep."""
     class_sum: int
     """Bytes per class in the second sweep."""
+    softcap: bool = False
+    """True if the epilogue of exponentials applies a soft cap."""
     copies_rows: bool = False
     """True if rows of X are copied, so that tokens that are stored come in chunks as well."""
 
     def most_classes(self, rows: int) -> int:
         """Return the most classes at a time whose exponentials fit in the gradient's memory."""
         columns = self.V * self.gradient // (rows * self.exponential)
-        return self.V if rows == 1 or columns >= padded(self.V) else columns - columns % 8
+        if rows == 1 or columns >= exponentials_stride(self.V):
+            return self.V
+        return columns - columns % (64 if columns >= 2048 else 8)
 
     def most_stored(self, classes: int) -> int:
         """Return the most tokens that can be stored in blocks of so many classes."""
         widths = {classes, self.V % classes or classes}
-        return min(self.N, *(each * self.gradient // (padded(each) * self.exponential) for each in widths))
+        strides = {each: exponentials_stride(each) * self.exponential for each in widths}
+        return min(self.N, *(each * self.gradient // stride for each, stride in strides.items()))
 
     def of_chunk(self, rows: int, classes: int, product_rows: int, *, stored: bool = False) -> int:
         """Return the bytes of the first sweep with these sizes.
@@ -100,7 +116,8 @@ class ClassBlocks:
 
     def of_block(self, rows: int, classes: int, stored: int = 0) -> int:
         """Return the bytes of the second sweep with these sizes, `stored` tokens of it at once."""
-        own = rows * (classes + 8) * self.exponential + classes * self.class_sum
+        stride = max(exponentials_stride(classes), classes + 8)
+        own = rows * stride * self.exponential + classes * self.class_sum
         return own + max(rows, stored) * self.gradient_row
 
 
@@ -145,20 +162,34 @@ class ByteCounts:
     longest: int = 0
     """Most tokens of a chunk; 0 for no limit."""
     pipelined: bool = False
-    """True if the Gluon pipeline forms a 24-bit sum from chunks of ENOUGH_ROWS.
+    """True if the Gluon pipeline forms a 24-bit sum from chunks of twice ENOUGH_ROWS.
 
     N is not asked, because it may be a symbol.
     """
-    skipping: tuple[str, ...] = ()
-    """Ways to form dW with which a GEMM of our own forms dX, and skips ignored rows."""
+    softcap: bool = False
+    """True if the epilogue of exponentials applies a soft cap."""
+    may_skip: bool = False
+    """True if ignored rows may be skipped, in every way to form dW but class blocks."""
+    gathered_row: int = 0
+    """Bytes per token of the gathered rows of X that tokens in several chunks take, if skipped."""
+    skips: bool = False
+    """True in the counts of a call that skips ignored rows; a GEMM of our own then forms dX."""
     recomputed: int = 1
     """Number of GEMMs that class blocks recompute (not bytes)."""
     class_blocks: ClassBlocks | None = None
     """Memory of the two sweeps, in the exponentials engine."""
 
+    def of_skipping(self) -> "ByteCounts":
+        """Return the counts of the same call if it skips ignored rows."""
+        return replace(self, skips=True)
+
     def chunk(self, rows: int) -> int:
         """Return the bytes of a chunk of `rows` rows."""
-        return rows * self.token_bytes + self.shared_buffer_bytes(rows)
+        return rows * self._of_token(rows) + self.shared_buffer_bytes(rows)
+
+    def _of_token(self, rows: int) -> int:
+        """Return the bytes per token of a chunk, apart from the shared buffer."""
+        return self.token_bytes + (self.gathered_row if self.skips and rows < self.N else 0)
 
     def single_product(self) -> int:
         """Return the bytes of one chunk of all tokens with a single GEMM for dW.
@@ -198,9 +229,13 @@ class ByteCounts:
 
     def most_rows(self, room: int) -> int:
         """Return the largest number of rows whose chunk fits in `room` bytes."""
-        whole = room // (self.token_bytes + max(self.partials_bytes, self.product))
-        in_pieces = (room - self.product_rows * self.product) // self.token_bytes
-        most = max(whole, min(in_pieces, room // (self.token_bytes + self.partials_bytes)))
+        of_all = self._most_rows(room, self._of_token(self.N))
+        return of_all if of_all >= self.N else self._most_rows(room, self._of_token(0))
+
+    def _most_rows(self, room: int, of_token: int) -> int:
+        whole = room // (of_token + max(self.partials_bytes, self.product))
+        in_pieces = (room - self.product_rows * self.product) // of_token
+        most = max(whole, min(in_pieces, room // (of_token + self.partials_bytes)))
         return min(most, self.longest) if self.longest else most
 
     def packed_bytes(self, bits: int) -> int:

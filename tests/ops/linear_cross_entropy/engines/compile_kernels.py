@@ -289,6 +289,10 @@ def _add_product(**changes: Any) -> Build:
     )
 
 
+_INPUT_GRADIENT = "ops.linear_cross_entropy.engines.exponentials.input_gradient"
+_SPLIT = {"PROGRAMS": 132, "FEWEST": 1024, "BLOCK_C": 128, "BLOCK_D": 256}
+
+
 def _input_gradient(**changes: Any) -> Build:
     vectors = ("row_scale_C_ptr", "target_weight_coef_ptr", "factor_ptr")
     arguments = {
@@ -302,15 +306,19 @@ def _input_gradient(**changes: Any) -> Build:
         "out_ptr": BF16,
         "row_C_ptr": I64,
         **COUNTED,
-        **dict.fromkeys(("weight_stride", "out_stride", "C", "D", "V"), I32),
-        "PROGRAMS": 132,
+        **dict.fromkeys(("weight_stride", "out_stride", "C", "D", "V", "most_parts"), I32),
+        **_SPLIT,
         "GROUP": 8,
-        "BLOCK_C": 128,
-        "BLOCK_D": 256,
         "BLOCK_V": 64,
     }
-    module = "ops.linear_cross_entropy.engines.exponentials.input_gradient"
-    return Build(module, "_input_gradient_product_kernel", arguments | changes, 8, 4, (90,))
+    return Build(_INPUT_GRADIENT, "_input_gradient_product_kernel", arguments | changes, 8, 4, (90,))
+
+
+def _summed_parts(**changes: Any) -> Build:
+    arguments = {**_input_gradient().arguments, "part_ptr": F32, "ROWS": 32} | changes
+    for name in ("exp_CV", "weight_VD", "GROUP", "BLOCK_V"):
+        del arguments[name]
+    return Build(_INPUT_GRADIENT, "_sum_parts_kernel", arguments, 8)
 
 
 _REDUCING = {"HEIGHT": 128, "BLOCK_C": 32, "BLOCK_T": 128}
@@ -446,6 +454,16 @@ BUILDS = {
     ),
     "rows of dX": _input_gradient(),
     "rows of dX, in float32, smoothing": _input_gradient(
+        out_ptr=F32, smoothing_coef_C_ptr=F32, total_weight_D_ptr=F32
+    ),
+    "parts of rows of dX": Build(
+        _INPUT_GRADIENT, "_parts_kernel",
+        {"exp_CV": "tensordesc<bf16[128, 64]>", "weight_VD": "tensordesc<bf16[64, 256]>", "part_ptr": F32,
+         **COUNTED, **dict.fromkeys(("C", "D", "V", "most_parts"), I32), **_SPLIT, "BLOCK_V": 64},
+        8, 4, (90,),
+    ),
+    "summed parts of rows of dX": _summed_parts(),
+    "summed parts of rows of dX, in float32, smoothing": _summed_parts(
         out_ptr=F32, smoothing_coef_C_ptr=F32, total_weight_D_ptr=F32
     ),
     "input gradient": _rows(

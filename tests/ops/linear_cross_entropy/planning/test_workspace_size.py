@@ -54,8 +54,8 @@ def test_autocast_copy_outside_workspace():
 @pytest.mark.parametrize(
     ("N", "D", "V", "dtype", "kind", "rows", "product_rows"),
     [
-        (16384, 4096, 128256, torch.bfloat16, "packed", 2048, 1024),
-        (16384, 4096, 128256, torch.float32, "accumulate", 4096, 1024),
+        (16384, 4096, 128256, torch.bfloat16, "packed", 2560, 1024),
+        (16384, 4096, 128256, torch.float32, "accumulate", 3328, 1024),
         (8192, 2304, 256000, torch.float32, "accumulate", 2048, 2048),
         (8192, 2304, 256000, torch.bfloat16, "packed", 1408, 2048),
     ],

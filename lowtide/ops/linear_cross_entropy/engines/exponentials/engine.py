@@ -32,8 +32,7 @@ summed over the blocks, and its marked row tiles are computed again.
 
 Otherwise, if the plan skips ignored rows, rows are taken in an order in which these come last, and
 the kernels end after those that count (gemm/counted_rows.py). Vectors of rows are then in that
-order, except h, which is read with the rows of X and dX. The last chunk of that order is taken
-first (linear_term.py).
+order, except h, which is read with the rows of X and dX.
 
 The idea of scaled exponentials comes from quack-kernels (github.com/Dao-AILab/quack), which has
 offsets per tile, applied in the GEMMs.
@@ -68,7 +67,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels, target_rows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import TritonFloatSum
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import exponentials_stride
 
 Targets = tuple[Tensor, Tensor]
 """Target classes in order, with ignored rows last under a class of their own; and their rows."""
@@ -99,7 +98,7 @@ class ExponentialsEngine(LossEngine):
         # A GEMM of cuBLAS reads all rows, and a NaN times 0 would be NaN.
         clears = plan.skips_ignored and (db is not None or any(each.reads_all_rows for each in linear))
         in_turn = [*blocks(stored.start, plan.rows), *blocks(self.M, plan.rows, first=stored.start)]
-        for rows in reversed(in_turn) if plan.skips_ignored else in_turn:
+        for rows in in_turn:
             row, stat, counted = coefs[rows], stats[rows], self.counted_chunk(rows)
             chunks = [each.rows(rows, counted) for each in linear]
             marks = marks_memory(row.target_N) if take_stats else None
@@ -148,8 +147,6 @@ class ExponentialsEngine(LossEngine):
             if clears:
                 row_kernels.clear_rows(tiles[0].exp_CB, counted._replace(row_C=None))
             first, last = rows.start == 0, rows.stop == self.M
-            if counted.row_C is not None:
-                first, last = last, first
             for each, x_CD in zip(linear, chunks):
                 target_rows = None
                 if targets is not None:
@@ -422,7 +419,9 @@ class ExponentialsEngine(LossEngine):
         first_dw = gradients.weights[0]
         if self.plan.weight_gradient == "class_blocks" and first_dw is not None:
             flat = first_dw.tensor.view(-1).view(self.plan.compute_dtype)
-            if flat.shape[0] >= padded(self.V):  # less has one class of the interpreter, whose E are wider
+            if flat.shape[0] >= exponentials_stride(
+                self.V
+            ):  # less has one class of the interpreter, whose E are wider
                 return ExponentialsMemory(flat, self.V)
         return ExponentialsMemory(self._exponentials_buffer(rows, self.V), self.V)
 
@@ -447,7 +446,7 @@ class ExponentialsEngine(LossEngine):
         ]
 
     def _exponentials_buffer(self, rows: int, columns: int) -> Tensor:
-        return self.buffer(rows * padded(columns), dtype=self.plan.compute_dtype)
+        return self.buffer(rows * exponentials_stride(columns), dtype=self.plan.compute_dtype)
 
 
 def _shifted(rows: slice, by: int) -> slice:

@@ -1,12 +1,18 @@
-"""Form the rows of dX that count (counted_rows.py) in one Triton kernel, and skip ignored rows.
+"""Form the rows of dX that count (counted_rows.py) in Triton kernels, and skip ignored rows.
 
 exponentials/engine.py has the formula. cuBLAS cannot read the number of rows that count, which only
-the device knows. If no row is ignored, cuBLAS may take less time than this kernel (decision 0078).
+the device knows. If no row is ignored, cuBLAS may take less time (decision 0078).
+
+A wave is as many tiles as there are multiprocessors. Where the last wave would have few tiles, its
+row tiles are split: several programs each multiply a part of the classes of one tile, and another
+kernel sums these parts in order (decision 0079). How many there are follows from the number of rows
+that count. So a row of dX may have other bits where another number of rows is ignored.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk; lower case = one tile, q a quarter of
-its features.
+its features, r some of its rows.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,28 +21,83 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows, row_at
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import FEWEST_CLASSES_OF_PART
 
 BLOCK_C, BLOCK_D, BLOCK_V = 128, 256, 64
 STAGES, WARPS = 4, 8
 GROUP = 8  # row tiles that read a block of the weight's features while it is in the L2 cache
+SUMMED_ROWS = 32  # rows of a tile whose parts a program sums
+
+
+@triton.jit
+def _whole_tiles(tiles_c, tiles_d, V, most_parts, PROGRAMS: tl.constexpr, FEWEST: tl.constexpr):
+    """Return how many row tiles are not split, and into how many parts the others are.
+
+    All tiles have at most `most_parts` parts together, and a part at least FEWEST classes.
+    """
+    wave_c = tl.maximum(PROGRAMS // tiles_d, 1)  # row tiles of a wave
+    rest_c = tiles_c % wave_c
+    parts = tl.minimum(most_parts // tl.maximum(rest_c * tiles_d, 1), V // FEWEST)
+    splits = (parts > 1) & (tl.cdiv(tiles_c * tiles_d, PROGRAMS) > tiles_c // wave_c)
+    return tl.where(splits, tiles_c - rest_c, tiles_c), tl.where(splits, parts, 1)
+
+
+@triton.jit
+def _store_features(
+    sum_cq, first, inside, rows, target_c, ignored_c, scale_c, coef_c, smoothing_c,
+    weight_VD_ptr, total_weight_D_ptr, out_ptr, weight_stride, out_stride, D, factor,
+):  # fmt: skip
+    """Store the features from `first` on of rows of dX, from their product.
+
+    `_input_gradient_kernel` in row_kernels.py has the formula of a row.
+    """
+    columns = first + tl.arange(0, sum_cq.shape[1])
+    mask_cq = inside[:, None] & (columns < D)[None, :]
+    weight_ptr = weight_VD_ptr + (target_c * weight_stride)[:, None] + columns[None, :]
+    weight_cq = tl.load(weight_ptr, mask=mask_cq, other=0.0).to(tl.float32)
+    grad_cq = sum_cq * scale_c[:, None] + coef_c[:, None] * weight_cq
+    if total_weight_D_ptr is not None:
+        total_q = tl.load(total_weight_D_ptr + columns, mask=columns < D, other=0.0)
+        grad_cq -= smoothing_c[:, None] * total_q[None, :]
+    grad_cq = tl.where(ignored_c[:, None], 0.0, grad_cq * factor)
+    out_cq_ptr = out_ptr + (rows * out_stride)[:, None] + columns[None, :]
+    tl.store(out_cq_ptr, grad_cq.to(out_ptr.dtype.element_ty), mask=mask_cq)
+
+
+@triton.jit
+def _row_vectors(
+    places, counted, row_C_ptr, target_C_ptr, ignored_C_ptr, row_scale_C_ptr, target_weight_coef_ptr,
+    smoothing_coef_C_ptr,
+):  # fmt: skip
+    """Return what `_store_features` takes of the rows at these places, and which of them count."""
+    inside = places < counted
+    rows = row_at(row_C_ptr, places, inside).to(tl.int64)
+    target_c = tl.load(target_C_ptr + places, mask=inside, other=0)
+    ignored_c = tl.load(ignored_C_ptr + places, mask=inside, other=1) != 0
+    scale_c = tl.load(row_scale_C_ptr + places, mask=inside, other=0.0)
+    coef_c = tl.load(target_weight_coef_ptr + rows, mask=inside, other=0.0)
+    smoothing_c = coef_c
+    if smoothing_coef_C_ptr is not None:
+        smoothing_c = tl.load(smoothing_coef_C_ptr + places, mask=inside, other=0.0)
+    return inside, rows, target_c, ignored_c, scale_c, coef_c, smoothing_c
 
 
 @remember_launches
-@triton.jit
+@triton.jit(do_not_specialize=["most_parts"])
 def _input_gradient_product_kernel(
     exp_CV, weight_VD, weight_VD_ptr, target_C_ptr, ignored_C_ptr, row_scale_C_ptr,
     target_weight_coef_ptr, smoothing_coef_C_ptr, total_weight_D_ptr, factor_ptr, out_ptr,
-    row_C_ptr, count_ptr, first_place, weight_stride, out_stride, C, D, V,
-    PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
+    row_C_ptr, count_ptr, first_place, weight_stride, out_stride, C, D, V, most_parts,
+    PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the product E W and the rows of dX from it.
+    """Compute the rows of dX whose tiles are not split.
 
-    `_input_gradient_kernel` in row_kernels.py has the formula of a row. Grid: one program per
-    multiprocessor, which takes tiles in turn.
+    Grid: one program per multiprocessor, which takes tiles in turn.
     """
     counted = counted_rows(count_ptr, first_place, C)
-    tiles_c, tiles_d = tl.cdiv(counted, BLOCK_C), tl.cdiv(D, BLOCK_D)
+    tiles_d = tl.cdiv(D, BLOCK_D)
+    tiles_c, _ = _whole_tiles(tl.cdiv(counted, BLOCK_C), tiles_d, V, most_parts, PROGRAMS, FEWEST)
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr)
@@ -47,30 +108,82 @@ def _input_gradient_product_kernel(
             exp_cv = exp_CV.load([tile_c * BLOCK_C, start])
             weight_vd = weight_VD.load([start, tile_d * BLOCK_D])
             sum_cd = tl.dot(exp_cv, weight_vd, sum_cd)
-        places = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
-        inside = places < counted
-        rows = row_at(row_C_ptr, places, inside).to(tl.int64)
-        target_c = tl.load(target_C_ptr + places, mask=inside, other=0)
-        ignored_c = tl.load(ignored_C_ptr + places, mask=inside, other=1) != 0
-        scale_c = tl.load(row_scale_C_ptr + places, mask=inside, other=0.0)
-        coef_c = tl.load(target_weight_coef_ptr + rows, mask=inside, other=0.0)
+        row_vectors = _row_vectors(
+            tile_c * BLOCK_C + tl.arange(0, BLOCK_C), counted, row_C_ptr, target_C_ptr, ignored_C_ptr,
+            row_scale_C_ptr, target_weight_coef_ptr, smoothing_coef_C_ptr,
+        )  # fmt: skip
         # Take a quarter of the features at a time, because what is loaded takes registers beside
         # the sum.
         halves_ch = halves(sum_cd)
         for part in tl.static_range(4):
             sum_cq = halves(halves_ch[part // 2])[part % 2]
-            columns = tile_d * BLOCK_D + part * (BLOCK_D // 4) + tl.arange(0, BLOCK_D // 4)
-            mask_cq = inside[:, None] & (columns < D)[None, :]
-            weight_ptr = weight_VD_ptr + (target_c * weight_stride)[:, None] + columns[None, :]
-            weight_cq = tl.load(weight_ptr, mask=mask_cq, other=0.0).to(tl.float32)
-            grad_cq = sum_cq * scale_c[:, None] + coef_c[:, None] * weight_cq
-            if smoothing_coef_C_ptr is not None:
-                smoothing_c = tl.load(smoothing_coef_C_ptr + places, mask=inside, other=0.0)
-                total_q = tl.load(total_weight_D_ptr + columns, mask=columns < D, other=0.0)
-                grad_cq -= smoothing_c[:, None] * total_q[None, :]
-            grad_cq = tl.where(ignored_c[:, None], 0.0, grad_cq * factor)
-            out_cq_ptr = out_ptr + (rows * out_stride)[:, None] + columns[None, :]
-            tl.store(out_cq_ptr, grad_cq.to(out_ptr.dtype.element_ty), mask=mask_cq)
+            first = tile_d * BLOCK_D + part * (BLOCK_D // 4)
+            _store_features(
+                sum_cq, first, *row_vectors, weight_VD_ptr, total_weight_D_ptr, out_ptr, weight_stride,
+                out_stride, D, factor,
+            )  # fmt: skip
+
+
+@remember_launches
+@triton.jit(do_not_specialize=["most_parts"])
+def _parts_kernel(
+    exp_CV, weight_VD, part_ptr, count_ptr, first_place, C, D, V, most_parts,
+    PROGRAMS: tl.constexpr, FEWEST: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Store each part of the product of each tile that is split.
+
+    Grid: one program per multiprocessor, which takes one part or none. Part p of tile t lies at
+    tile p tiles + t of the memory, where `tiles` is the number of tiles that are split.
+    """
+    counted = counted_rows(count_ptr, first_place, C)
+    tiles_c, tiles_d = tl.cdiv(counted, BLOCK_C), tl.cdiv(D, BLOCK_D)
+    whole_c, parts = _whole_tiles(tiles_c, tiles_d, V, most_parts, PROGRAMS, FEWEST)
+    tiles, unit = (tiles_c - whole_c) * tiles_d, tl.program_id(0)
+    if unit < tiles * parts:
+        tile, part, steps = unit % tiles, unit // tiles, tl.cdiv(V, BLOCK_V)
+        place, feature = (whole_c + tile // tiles_d) * BLOCK_C, tile % tiles_d * BLOCK_D
+        sum_cd = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+        for step in range(steps * part // parts, steps * (part + 1) // parts):
+            exp_cv = exp_CV.load([place, step * BLOCK_V])
+            weight_vd = weight_VD.load([step * BLOCK_V, feature])
+            sum_cd = tl.dot(exp_cv, weight_vd, sum_cd)
+        number_c, number_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
+        number_cd = number_c[:, None] * BLOCK_D + number_d[None, :]
+        tl.store(part_ptr + unit * (BLOCK_C * BLOCK_D) + number_cd, sum_cd)
+
+
+@remember_launches
+@triton.jit(do_not_specialize=["most_parts"])
+def _sum_parts_kernel(
+    part_ptr, weight_VD_ptr, target_C_ptr, ignored_C_ptr, row_scale_C_ptr, target_weight_coef_ptr,
+    smoothing_coef_C_ptr, total_weight_D_ptr, factor_ptr, out_ptr, row_C_ptr, count_ptr, first_place,
+    weight_stride, out_stride, C, D, V, most_parts,
+    PROGRAMS: tl.constexpr, FEWEST: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute the rows of dX of each tile that is split. Grid: (PROGRAMS, BLOCK_C / ROWS)."""
+    counted = counted_rows(count_ptr, first_place, C)
+    tiles_c, tiles_d = tl.cdiv(counted, BLOCK_C), tl.cdiv(D, BLOCK_D)
+    whole_c, parts = _whole_tiles(tiles_c, tiles_d, V, most_parts, PROGRAMS, FEWEST)
+    tiles, tile = (tiles_c - whole_c) * tiles_d, tl.program_id(0)
+    if tile < tiles:
+        factor = 1.0
+        if factor_ptr is not None:
+            factor = tl.load(factor_ptr)
+        row_r, number_d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+        number_rd = row_r[:, None] * BLOCK_D + number_d[None, :]
+        sum_rd = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        for part in range(parts):
+            sum_rd += tl.load(part_ptr + (part * tiles + tile) * (BLOCK_C * BLOCK_D) + number_rd)
+        row_vectors = _row_vectors(
+            (whole_c + tile // tiles_d) * BLOCK_C + row_r, counted, row_C_ptr, target_C_ptr, ignored_C_ptr,
+            row_scale_C_ptr, target_weight_coef_ptr, smoothing_coef_C_ptr,
+        )  # fmt: skip
+        _store_features(
+            sum_rd, tile % tiles_d * BLOCK_D, *row_vectors, weight_VD_ptr, total_weight_D_ptr, out_ptr,
+            weight_stride, out_stride, D, factor,
+        )  # fmt: skip
 
 
 def input_gradient(
@@ -85,33 +198,33 @@ def input_gradient(
     factor: Tensor | None,
     out_ND: Tensor,
     counted: CountedChunk,
+    part_rows: int = 0,
 ) -> None:
-    """Write each row of dX that counts to its own row of out_ND."""
+    """Write each row of dX that counts to its own row of out_ND.
+
+    Parts of tiles take at most the memory of `part_rows` rows of dX in float32.
+    """
     (C, V), D, programs = exp_CV.shape, weight_VD.shape[1], multiprocessors(exp_CV.device)
     width = max(32, min(BLOCK_D, triton.next_power_of_2(D)))
+    most_parts = min(programs, part_rows * D // (BLOCK_C * width))
+    blocks = {"PROGRAMS": programs, "FEWEST": FEWEST_CLASSES_OF_PART, "BLOCK_C": BLOCK_C, "BLOCK_D": width}
+    operands = describe(exp_CV, BLOCK_C, BLOCK_V), describe(weight_VD, BLOCK_V, width)
+    of_rows = (
+        weight_VD, target_C, ignored_C, row_scale_C, target_weight_coef_N, smoothing_coef_C, total_weight_D,
+        factor, out_ND,
+    )  # fmt: skip
+    strides = weight_VD.stride(0), out_ND.stride(0)
     _input_gradient_product_kernel[(programs,)](
-        describe(exp_CV, BLOCK_C, BLOCK_V),
-        describe(weight_VD, BLOCK_V, width),
-        weight_VD,
-        target_C,
-        ignored_C,
-        row_scale_C,
-        target_weight_coef_N,
-        smoothing_coef_C,
-        total_weight_D,
-        factor,
-        out_ND,
-        *counted,
-        weight_VD.stride(0),
-        out_ND.stride(0),
-        C,
-        D,
-        V,
-        PROGRAMS=programs,
-        GROUP=GROUP,
-        BLOCK_C=BLOCK_C,
-        BLOCK_D=width,
-        BLOCK_V=BLOCK_V,
-        num_stages=STAGES,
-        num_warps=WARPS,
-    )
+        *operands, *of_rows, *counted, *strides, C, D, V, most_parts,
+        GROUP=GROUP, BLOCK_V=BLOCK_V, **blocks, num_stages=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+    if most_parts > 1 and V >= 2 * FEWEST_CLASSES_OF_PART:
+        parts = torch.empty(most_parts * BLOCK_C * width, dtype=torch.float32, device=exp_CV.device)
+        _parts_kernel[(programs,)](
+            *operands, parts, *counted[1:], C, D, V, most_parts,
+            BLOCK_V=BLOCK_V, **blocks, num_stages=STAGES, num_warps=WARPS,
+        )  # fmt: skip
+        _sum_parts_kernel[(programs, BLOCK_C // SUMMED_ROWS)](
+            parts, *of_rows, *counted, *strides, C, D, V, most_parts,
+            **blocks, ROWS=SUMMED_ROWS, num_warps=WARPS,
+        )  # fmt: skip

@@ -13,10 +13,9 @@ dX will be. The last chunk finishes dW before it writes dX, because finishing dW
 rows again.
 
 If ignored rows come last (gemm/counted_rows.py), one kernel forms the chunk's rows of dX
-(input_gradient.py). The chunk's rows of X are first gathered into the memory of the scaled rows, at
-the chunk's places in that order. Each row of dX is written at the row's own number, which is never
-less than its place. Chunks are taken from the last places to the first. So what a chunk gathers
-overwrites no row of dX that was written before. Ignored rows of dX are cleared at the end.
+(input_gradient.py). The chunk's rows of X are first gathered into the memory of the scaled rows.
+Each row of dX is written at the row's own number, which may be of another chunk. So only a single
+chunk can gather rows in dX's memory. Ignored rows of dX are cleared at the end.
 
 Shapes: N tokens, D features of the term, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -70,7 +69,8 @@ class LinearTerm:
         self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # scaled rows, if dX's memory cannot hold them
         lacks_room = dx is None or not plan.scales_in_gradient[place]
-        if lacks_room and (sum is not None or plan.skips_ignored):
+        gathers_chunks = plan.skips_ignored and (dx is None or plan.rows < dx.tensor.shape[0])
+        if gathers_chunks or (lacks_room and sum is not None):
             self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)
         # Label smoothing subtracts smoothing_coef_i total_weight from row i of dX, and
         # w_v smoothing_row from row v of dW, where w_v is the class weight:
@@ -210,6 +210,7 @@ class LinearTerm:
                 self.dx.applied,
                 self.dx.tensor,
                 counted,
+                part_rows=min(self.plan.rows, self.plan.product_rows),
             )
             return
         dx_CD, target_weight_coef_C = self.dx.tensor[rows], target_weight_coef_N[rows]

@@ -12,7 +12,7 @@ Shapes: D features, V classes; C tokens of a chunk, B classes of a block; R toke
 
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import exponentials_stride
 
 
 class ExponentialsMemory:
@@ -33,5 +33,5 @@ class ExponentialsMemory:
 
 
 def _matrix(flat: Tensor, rows: slice, columns: int) -> Tensor:
-    stride = padded(columns)
+    stride = exponentials_stride(columns)
     return flat[rows.start * stride : rows.stop * stride].view(-1, stride)[:, :columns]

@@ -11,6 +11,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
     ROW_TILE,
     ByteCounts,
     ClassBlocks,
+    exponentials_stride,
     targets_at_once,
 )
 from lowtide.ops.linear_cross_entropy.planning.call import Call
@@ -33,8 +34,6 @@ MOST_BYTES = 2 << 30  # decision 0044
 # the very bits of the maximum is 0 or infinite (transformed of row_math_triton.py). Without fused
 # multiply-adds this kernel would spill registers.
 LARGEST_CAP = 2.0**24
-# Ignored rows may be skipped if dW is formed in one of these ways.
-SKIPPING = ("packed", "accumulate", "single_product")  # decision 0078
 
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
@@ -54,7 +53,7 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
 def memory(call: Call, access: OperandAccess) -> ByteCounts:
     """Count bfloat16 exponentials, and float32 partial sums for every 128 classes."""
     needs_grad, size, sum_size = call.needs_grad, access.dtype.itemsize, call.sum_size
-    row = (call.V + 8) * size if needs_grad.some else 0
+    row = exponentials_stride(call.V) * size if needs_grad.some else 0
     row += sum(
         D_k * size
         for D_k, grad, scales in zip(call.features, needs_grad.weights, access.scales_in_gradient)
@@ -74,7 +73,11 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         with_packed_sum(counts, call),
         fixed=fixed,
         one_product_row=one_product_row,
-        skipping=SKIPPING if _may_skip(call) else (),
+        softcap=call.options.softcap > 0,
+        may_skip=_may_skip(call),
+        gathered_row=sum(
+            D_k * size for D_k, scales in zip(call.features, access.scales_in_gradient) if scales
+        ),
         target_rows_bytes=target_rows_bytes,
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),
@@ -116,6 +119,7 @@ def _class_blocks(call: Call, access: OperandAccess) -> ClassBlocks:
         row=STATISTICS * sum_size + copies,
         gradient_row=copies + (40 if needs_grad.bias else 0),  # db is a GEMM with ones
         class_sum=call.D * sum_size + (64 if needs_grad.bias else 0),
+        softcap=call.options.softcap > 0,
         copies_rows=any(access.copies_rows),
     )
 

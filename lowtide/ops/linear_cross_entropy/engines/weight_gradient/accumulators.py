@@ -26,6 +26,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import multiprocessors
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     in_torch,
     packed_triton,
+    row_kernels,
     target_rows,
 )
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import targets_at_once
@@ -88,16 +89,15 @@ class PackedSum:
             self._add(*operands, add=True, counted=self.counted, rounding=rounding)
 
     def _add(self, exp_CV: Tensor, x_CD: Tensor, **options: Any) -> None:
-        """Add a GEMM on the Gluon pipeline if it fits, else in Triton."""
         sums = (self.pair_VP, self.low_VP)
-        if not pipelined(*sums, exp_CV, x_CD):
-            packed_triton.add_product(*sums, exp_CV, x_CD, **options)
+        first = 0
+        if self.beside and pipelined(*sums, exp_CV, x_CD):
+            first = self._classes_beside(exp_CV.shape[1], *x_CD.shape)
+        if not first:
+            _add_product(*sums, exp_CV, x_CD, **options)
             return
-        V = exp_CV.shape[1]
-        first = self._classes_beside(V, *x_CD.shape)
-        if first:
-            self._add_classes(slice(0, first), exp_CV, x_CD, spared=SPARED, **options)
-        self._add_classes(slice(first, V), exp_CV, x_CD, **options)
+        self._add_classes(slice(0, first), exp_CV, x_CD, spared=SPARED, **options)
+        self._add_classes(slice(first, exp_CV.shape[1]), exp_CV, x_CD, **options)
 
     def _classes_beside(self, V: int, C: int, D: int) -> int:
         """Return the classes whose product takes as long as the collective beside it."""
@@ -125,21 +125,26 @@ class RoundedProduct:
     """Form the gradient by a single GEMM over all tokens that rounds in its epilogue.
 
     To the rows of target classes more has to be added in float32. These rows, at most one per
-    token, are computed again by a separate GEMM.
+    token, are computed again by a separate GEMM. If ignored rows are skipped, the single GEMM is
+    that of a packed sum, which rounds its first product here (decision 0079).
     """
 
-    ends_early = False
-
-    def __init__(self, gradient_VD: Tensor, applied: Tensor) -> None:
-        self.gradient_VD, self.factor = gradient_VD, applied
+    def __init__(self, gradient_VD: Tensor, applied: Tensor, *, ends_early: bool) -> None:
+        self.gradient_VD, self.factor, self.ends_early = gradient_VD, applied, ends_early
 
     def add_product(
         self, exp_NV: Tensor, x_ND: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
     ) -> None:
         assert first
         assert last
-        self.operands = (exp_NV, x_ND)
-        product(self.gradient_VD, exp_NV.t(), x_ND)
+        self.operands, self.counted = (exp_NV, x_ND), counted
+        if not self.ends_early:
+            product(self.gradient_VD, exp_NV.t(), x_ND)
+            return
+        pair_VP = self.gradient_VD.view(torch.int32)
+        low_VP = self.gradient_VD.view(torch.uint16)[:, : pair_VP.shape[1]]  # not written
+        rounding = torch.ones_like(self.factor), None, None
+        _add_product(pair_VP, low_VP, *self.operands, add=False, counted=counted, rounding=rounding)
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
         exp_NV, x_ND = self.operands
@@ -151,7 +156,10 @@ class RoundedProduct:
             # Ignored rows have class V.
             class_T = class_N[start : start + targets].clamp(max=V - 1)
             T = class_T.shape[0]
-            product(sum_TD[:T], exp_NV.index_select(1, class_T).t(), x_ND)
+            exp_NT = exp_NV.index_select(1, class_T)
+            if self.ends_early:  # this GEMM does not, and a NaN times 0 would be NaN
+                row_kernels.clear_rows(exp_NT, self.counted._replace(row_C=None))
+            product(sum_TD[:T], exp_NT.t(), x_ND)
             target_rows.add_target_rows(
                 self.gradient_VD,
                 None,
@@ -169,6 +177,12 @@ class RoundedProduct:
 
     def finish(self) -> None:
         """Do nothing, because the GEMM has rounded already."""
+
+
+def _add_product(pair_VP: Tensor, low_VP: Tensor, exp_CV: Tensor, x_CD: Tensor, **options: Any) -> None:
+    """Add a GEMM to a packed sum, on the Gluon pipeline if it fits, else in Triton."""
+    add = add_in_pipeline if pipelined(pair_VP, low_VP, exp_CV, x_CD) else packed_triton.add_product
+    add(pair_VP, low_VP, exp_CV, x_CD, **options)
 
 
 # Sums on the Gluon pipeline.

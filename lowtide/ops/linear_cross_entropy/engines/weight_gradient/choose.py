@@ -67,5 +67,5 @@ def choose_accumulator(
             beside = plan.rows * dw.tensor.shape[1] * plan.sum_dtype.itemsize
         return accumulators.PackedSum(dw.tensor, dw.applied, bits=plan.sum_bits, beside=beside)
     if kind == "single_product":
-        return accumulators.RoundedProduct(dw.tensor, dw.applied)
+        return accumulators.RoundedProduct(dw.tensor, dw.applied, ends_early=plan.skips_ignored)
     return accumulators.TritonFloatSum(dw.tensor, dw.applied)

@@ -115,7 +115,8 @@ def _blocks(counts: ClassBlocks, room: int, stored: int) -> Iterator[tuple[int, 
         step = counts.step * max(1, whole // (2 * WIDTHS * counts.step))
         widths = [most] if most == counts.V or most < counts.step else []
         for B in (*widths, *range(whole, whole // 2, -step)):
-            if B > 0 and stored <= counts.most_stored(B):
+            held = _held_second(counts, BlockSizes(MOST_ROWS, 0, 0, C, B, stored))
+            if B > 0 and stored <= counts.most_stored(B) and held <= room:
                 fits = True
                 yield C, B
         if not others:
@@ -148,6 +149,10 @@ def _held_second(counts: ClassBlocks, of: Tiling | BlockSizes) -> int:
     return counts.of_block(of.block_rows, of.block_classes, at_once)
 
 
+def _exponentials(counts: ClassBlocks, C: int, B: int) -> float:
+    return cost_model.exponentials_seconds(C, B, counts.D, softcap=counts.softcap)
+
+
 def _of_tokens(counts: ClassBlocks, of: Tiling | BlockSizes) -> float:
     """Return the predicted seconds of the first sweep."""
     D, at_once, stored = counts.D, of.product_rows, of.stored_rows
@@ -155,12 +160,12 @@ def _of_tokens(counts: ClassBlocks, of: Tiling | BlockSizes) -> float:
 
     def pair(C: int, B: int) -> float:
         product = cost_model.product_of_rows_seconds(C, D, B, most=at_once)
-        return cost_model.exponentials_seconds(C, B, D) + product + in_blocks * REPEATED
+        return _exponentials(counts, C, B) + product + in_blocks * REPEATED
 
     def stored_pair(C: int, B: int) -> float:
         product = cost_model.product_of_rows_seconds(C, D, B, most=at_once)
         scaled = cost_model.traffic_seconds(2 * counts.exponential * C * B)
-        return cost_model.exponentials_seconds(C, B, D) + product + scaled + REPEATED
+        return _exponentials(counts, C, B) + product + scaled + REPEATED
 
     others = _pairs(counts.N - stored, of.rows, counts.V, of.chunk_classes, pair)
     return others + _pairs(stored, of.rows, counts.V, of.block_classes, stored_pair)
@@ -175,7 +180,7 @@ def _of_classes(counts: ClassBlocks, of: Tiling | BlockSizes) -> float:
         return cost_model.product_seconds(B, D, C, (8 if chunks > 1 else 4) * B * D)
 
     def pair(C: int, B: int) -> float:
-        return cost_model.exponentials_seconds(C, B, D) + product(C, B)
+        return _exponentials(counts, C, B) + product(C, B)
 
     def rounded(C: int, B: int) -> float:
         return cost_model.traffic_seconds((4 + counts.exponential) * B * D)

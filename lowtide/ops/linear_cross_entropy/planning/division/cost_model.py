@@ -11,6 +11,8 @@ that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an 
 
 import functools
 
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import FEWEST_CLASSES_OF_PART
+
 MULTIPROCESSORS = 132
 # Seconds that a wave of 128 x 256 tiles takes per element of the inner dimension: 0.73 PFLOP/s
 # (decision 0035).
@@ -19,6 +21,7 @@ TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
 OWN = (128, 256)  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
 START = 9e-6  # seconds of a GEMM beside its waves
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
+SOFTCAP = 6.5e-6  # seconds of a tile's soft cap beside its epilogue (decision 0079)
 # The kernels of exponentials and of dX with ignored rows took so many times as long if rows of X
 # and W did not begin at cache lines, of CACHE_LINE bytes (measured with 3000 features).
 CACHE_LINE, UNALIGNED, UNALIGNED_DX = 128, 1.2, 1.5
@@ -29,9 +32,10 @@ SUM_SPEED, TRITON_SPEED, SPEED = 6.5e12, 2.5e12, 3e12
 LAUNCH = 4e-6  # least seconds of a small kernel
 
 
-def exponentials_seconds(rows: int, classes: int, features: int) -> float:
+def exponentials_seconds(rows: int, classes: int, features: int, *, softcap: bool) -> float:
     """Return the seconds of the kernel that computes exponentials."""
-    seconds = _waves(rows, classes, OWN) * (features * SECONDS + EPILOGUE)
+    of_tile = features * SECONDS + EPILOGUE + (SOFTCAP if softcap else 0)
+    seconds = _waves(rows, classes, OWN) * of_tile
     return START + seconds * (1 if _aligned(features) else UNALIGNED)
 
 
@@ -56,13 +60,23 @@ def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int) 
     )
 
 
-def own_product_seconds(rows: int, columns: int, summed: int) -> float:
-    """Return the seconds of a GEMM of our own, which does not divide the inner dimension.
+def own_product_seconds(rows: int, columns: int, summed: int, *, part_rows: int) -> float:
+    """Return the seconds of the kernels that form dX with ignored rows (input_gradient.py).
 
-    `columns` is the number of features.
+    `columns` is the number of features. They divide the inner dimension of the tiles of the last
+    wave, if these are few, into parts with the memory of `part_rows` rows.
     """
-    seconds = _waves(rows, columns, OWN) * summed * SECONDS
-    return START + seconds * (1 if _aligned(columns) else UNALIGNED_DX)
+    tiles_c, tiles_d = -(-rows // OWN[0]), -(-columns // OWN[1])
+    waves, divided = -(-tiles_c * tiles_d // MULTIPROCESSORS), 0.0
+    wave_c = max(1, MULTIPROCESSORS // tiles_d)
+    rest = tiles_c % wave_c * tiles_d
+    most = min(MULTIPROCESSORS, part_rows * columns // (OWN[0] * OWN[1]))
+    parts = min(most // max(1, rest), summed // FEWEST_CLASSES_OF_PART)
+    if parts > 1 and waves > tiles_c // wave_c:
+        waves, divided = tiles_c // wave_c, 1 / parts
+    seconds = (waves + divided) * summed * SECONDS * (1 if _aligned(columns) else UNALIGNED_DX)
+    traffic = 2 * START + 8 * parts * rest * OWN[0] * OWN[1] / SUM_SPEED if divided else 0
+    return START + seconds + traffic
 
 
 def packed_seconds(classes: int, features: int, rows: int, bytes: int, *, pipelined: bool) -> float:

@@ -40,14 +40,13 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
 
     Ignored rows are skipped unless a call that ignores none would take too long by it.
     """
-    of_all_rows = replace(counts, skipping=())
-    takes_all = _choose_sizes(workspace, of_all_rows)
-    if not counts.skipping or counts.N < FEWEST_TOKENS:
+    takes_all, of_skipping = _choose_sizes(workspace, counts), counts.of_skipping()
+    if not counts.may_skip or counts.N < FEWEST_TOKENS or workspace < of_skipping.smallest_workspace:
         return takes_all
-    tiling = _choose_sizes(workspace, counts)
-    most = MOST_OF_SKIPPING * step_seconds(of_all_rows, takes_all)
-    if tiling.weight_gradient in counts.skipping and step_seconds(counts, tiling) <= most:
-        return replace(tiling, skips_ignored=True)
+    tiling = replace(_choose_sizes(workspace, of_skipping), skips_ignored=True)
+    most = MOST_OF_SKIPPING * step_seconds(counts, takes_all)
+    if tiling.weight_gradient != "class_blocks" and step_seconds(of_skipping, tiling) <= most:
+        return tiling
     return takes_all
 
 
@@ -89,6 +88,8 @@ def tiling_bytes(counts: ByteCounts, tiling: Tiling) -> int:
 
     The float32 sum of dW ("accumulate") is not counted, because the call returns it.
     """
+    if tiling.skips_ignored:
+        counts = counts.of_skipping()
     way, two_sweeps = tiling.weight_gradient, counts.class_blocks
     copies = tiling.operand_classes * counts.weight_copy
     if way == "class_blocks" and two_sweeps is not None:

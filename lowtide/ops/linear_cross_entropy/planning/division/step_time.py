@@ -27,7 +27,7 @@ def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
         return CALL + small + class_blocks.seconds(counts.class_blocks, tiling)
     way, bits, at_once = tiling.weight_gradient, tiling.sum_bits, tiling.product_rows
     large = over_chunks(counts.N, tiling.rows, lambda C: chunk_seconds(counts, C, way, bits, at_once))
-    return CALL + small + large + (ORDER_OF_ROWS if way in counts.skipping else 0)
+    return CALL + small + large + (ORDER_OF_ROWS if counts.skips else 0)
 
 
 def weight_gradient_seconds(counts: ByteCounts, tiling: Tiling) -> float:
@@ -45,9 +45,9 @@ def over_chunks(N: int, rows: int, seconds: Callable[[int], float]) -> float:
 def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int, product_rows: int) -> float:
     """Return the predicted seconds of the large kernels of a chunk of `rows` rows."""
     V, D = counts.V, counts.D
-    logits = cost_model.exponentials_seconds(rows, V, D)
-    if way in counts.skipping:
-        dx = cost_model.own_product_seconds(rows, D, V)
+    logits = cost_model.exponentials_seconds(rows, V, D, softcap=counts.softcap)
+    if counts.skips:
+        dx = cost_model.own_product_seconds(rows, D, V, part_rows=min(rows, product_rows))
     else:
         dx = cost_model.product_of_rows_seconds(rows, D, V, most=product_rows)
     return logits + dx + _chunk_of_dw(counts, rows, way, bits)
@@ -61,7 +61,12 @@ def _chunk_of_dw(counts: ByteCounts, rows: int, way: WeightGradient, bits: int) 
     if way == "single_product":
         targets = targets_at_once(N, D)
         of_targets = cost_model.product_seconds(targets, D, N, 4 * targets * D)
-        return cost_model.product_seconds(V, D, rows, 2 * V * D) + -(-N // targets) * of_targets
+        if counts.skips:  # the GEMM of a packed sum then forms dW, and only writes it
+            pipelined = counts.pipelined and is_large_gemm(rows, V, D)
+            of_all = cost_model.packed_seconds(V, D, rows, V * D, pipelined=pipelined)
+        else:
+            of_all = cost_model.product_seconds(V, D, rows, 2 * V * D)
+        return of_all + -(-N // targets) * of_targets
     return cost_model.product_seconds(V, D, rows, 2 * added)
 
 

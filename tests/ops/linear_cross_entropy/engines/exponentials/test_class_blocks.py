@@ -32,7 +32,7 @@ from lowtide.core.matmul import blocks
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ClassBlocks, padded
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ClassBlocks, exponentials_stride
 from lowtide.ops.linear_cross_entropy.planning.division import class_blocks, cost_model
 from tests.ops.linear_cross_entropy.engines.exponentials.test_exponentials import OPTIONS
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere, silent  # noqa: F401
@@ -263,10 +263,10 @@ def test_sizes_within_memory(room, N, D, V):
     assert 0 < found.block_rows <= N
     assert 0 < found.chunk_classes <= V
     assert 0 < found.block_classes <= V
-    assert found.rows * padded(found.chunk_classes) <= V * D or found.rows == 1
+    assert found.rows * exponentials_stride(found.chunk_classes) <= V * D or found.rows == 1
     for classes in blocks(V, found.block_classes):
         width = classes.stop - classes.start
-        assert found.stored_rows * padded(width) <= width * D
+        assert found.stored_rows * exponentials_stride(width) <= width * D
 
 
 def test_tokens_stored_where_all_fit():

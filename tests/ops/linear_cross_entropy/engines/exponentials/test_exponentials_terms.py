@@ -207,14 +207,15 @@ def test_target_blocks_same_bits(device, monkeypatch):
         torch.testing.assert_close(found[0][name], found[1][name], rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("ends_early", [False, True])
 @pytest.mark.parametrize("N", [20, 70])
-def test_single_product_memory_matches_plan(device, N):
+def test_single_product_memory_matches_plan(device, N, ends_early):
     """Beside its operands and the gradient: fewer targets than are taken at a time, and more."""
     D, V, dtype = 512, 400, dtype_on(device)
     exp_NV, x_ND = torch.rand(N, V, device=device).to(dtype), torch.randn(N, D, device=device).to(dtype)
     class_N, order_N = torch.randint(V, (N,), device=device).sort(stable=True)
     hit_N, gradient_VD = torch.randn(N, device=device), torch.empty(V, D, device=device, dtype=torch.bfloat16)
-    rounded = accumulators.RoundedProduct(gradient_VD, torch.ones((), device=device))
+    rounded = accumulators.RoundedProduct(gradient_VD, torch.ones((), device=device), ends_early=ends_early)
     rounded.add_product(exp_NV, x_ND, first=True, last=True)
     with peak_memory(device) as peak:
         rounded.add_target_rows(x_ND, hit_N, class_N, order_N)
