@@ -59,6 +59,12 @@ def _both(field: str, form: str) -> Callable[[Record], str]:
     return lambda record: " / ".join(format(float(record[name]), form) for name in names if record[name])
 
 
+def _spread(record: Record) -> str:
+    """Return the 20th and the 80th percentile of both times, where a row has them."""
+    names = [name for name in ("forward_ms", "backward_ms") if record[f"{name}_p20"]]
+    return " / ".join(f"{float(record[f'{n}_p20']):.0f}–{float(record[f'{n}_p80']):.0f}" for n in names)
+
+
 def _largest(record: Record, *fields: str) -> str:
     return format(max(float(record[field]) for field in fields if record[field]), ".1e")
 
@@ -71,9 +77,21 @@ def _side(record: Record) -> str | None:
 
 
 def _attention_shape(record: Record) -> str:
+    return f"{_batches_and_heads(record)}, {record['queries']} × {record['keys']}, {record['features']}"
+
+
+def _square_attention_shape(record: Record) -> str:
+    """Return the shape of a case that has as many keys as queries."""
+    return f"{_batches_and_heads(record)}, {record['queries']}, {record['features']}"
+
+
+def _batches_and_heads(record: Record) -> str:
     heads, key_heads = record["heads"], record["key_heads"]
-    heads = heads if heads == key_heads else f"{heads}/{key_heads}"
-    return f"{record['batches']}, {heads}, {record['queries']} × {record['keys']}, {record['features']}"
+    return f"{record['batches']}, {heads if heads == key_heads else f'{heads}/{key_heads}'}"
+
+
+def _of_dense(record: Record) -> str:
+    return format(1 + float(record["over_plain"]), ".2f")
 
 
 COLUMNS = {
@@ -101,6 +119,7 @@ COLUMNS = {
     "predicted ratio": Column("predicted", _number("predicted_ratio", ".2f")),
     "over plain": Column("over plain", _number("over_plain", "+.1%")),
     "over dense": Column("over dense", _number("over_plain", "+.1%")),
+    "of dense": Column("of dense", _of_dense),
     "peak": Column("peak beyond, MiB", _number("peak_bytes", ",.0f", 2**-20)),
     "tokens per second": Column("tokens/s", _number("tokens_per_second", ",.0f")),
     "whole peak": Column("peak, GiB", _number("peak_bytes", ".1f", 2**-30)),
@@ -116,6 +135,10 @@ COLUMNS = {
     "error": Column("error of the result", _number("out_error", ".1e")),
     "model": Column("model", lambda record: record["model"]),
     "attention": Column("B, H, M × N, K", _attention_shape),
+    "square attention": Column("B, H, M, K", _square_attention_shape),
+    "both tflops": Column("TFLOP/s, forward / backward", _both("tflops", ",.0f")),
+    "both whole ms": Column("ms, forward / backward", _both("ms", ",.0f")),
+    "spread": Column("20th to 80th percentile", _spread),
     "options": Column("options", lambda record: record["options"]),
     "both ms": Column("ms, forward / backward", _both("ms", ".2f")),
     "both over torch": Column("over torch's quickest", _both("over_torch", ".2f")),
@@ -141,7 +164,8 @@ COLUMNS = {
 COLUMNS["ms"] = Column("ms", _milliseconds("ms"))
 TEXTS = {
     *("provider", "loss of", "case", "shape", "dtype", "engine", "length", "head"),
-    *("model", "ranks", "attention", "options", "best of torch", "head shape", "tokens", "chunks", "way"),
+    *("model", "ranks", "attention", "square attention", "options", "best of torch"),
+    *("head shape", "tokens", "chunks", "way"),
 }
 ACROSS: dict[str, Callable[[Record], str | None]] = {"side": _side}
 
@@ -268,10 +292,10 @@ class Runs:
 
     def __init__(self, file: str, command: str) -> None:
         self.file, self.command = file, command
-        self.found: dict[tuple[str, str], tuple[int, Record]] = {}
+        self.found: dict[tuple[str, str, str], tuple[int, Record]] = {}
 
     def number(self, record: Record) -> int:
-        key = (record["lowtide"], record["date"])
+        key = (record["lowtide"], record["date"], record.get("command") or "")
         return self.found.setdefault(key, (len(self.found) + 1, record))[0]
 
     def described(self) -> list[tuple[int, str, str]]:
