@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import re
+import symtable
 from pathlib import Path
 
 import torch
@@ -37,3 +38,33 @@ def run(block, names, title="block"):
     for promise in PROMISE.findall(block):
         assert promise.strip(" .") in printed.getvalue(), f"{title}: {promise!r}, not {printed.getvalue()!r}"
     return printed.getvalue()
+
+
+def names_of(block):
+    """The names that a block binds, and those that it reads and does not bind."""
+    whole = symtable.symtable(block, "block", "exec")
+    bound = {each.get_name() for each in whole.get_symbols() if each.is_assigned() or each.is_imported()}
+    read = {
+        each.get_name()
+        for table in _tables(whole)
+        for each in table.get_symbols()
+        if each.is_referenced() and each.is_global()
+    }
+    return bound, read - bound
+
+
+def _tables(table):
+    yield table
+    for each in table.get_children():
+        yield from _tables(each)
+
+
+def needs_earlier_blocks(blocks):
+    """Whether a block reads what an earlier one has bound."""
+    earlier = set()
+    for block in blocks:
+        bound, read = names_of(block)
+        if read & earlier:
+            return True
+        earlier |= bound
+    return False

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.docs.snippets import DOCS, PAGES, ROOT, blocks_of, missing, run
+from tests.docs.snippets import DOCS, PAGES, ROOT, blocks_of, missing, needs_earlier_blocks, run
 
 # Pages whose imports, or whose compilation, take many seconds.
 SLOW = ("howto/compile", "howto/lightning", "howto/peft", "howto/transformers", "migrate/liger")
@@ -72,3 +72,18 @@ def test_promise_is_checked():
 def test_block_for_another_machine_is_told():
     assert missing("# needs no_such_package and a CUDA device\n") == "no_such_package"
     assert missing("import torch\n") is None
+
+
+@pytest.mark.parametrize("name", WITH_BLOCKS)
+def test_page_says_that_blocks_run_in_order(name):
+    """Where a block reads names of an earlier one, which a reader who pastes it alone lacks."""
+    page = WITH_BLOCKS[name]
+    said = "The blocks of this page run one after the other" in " ".join(page.read_text().split())
+    assert said == needs_earlier_blocks(blocks_of(page))
+
+
+def test_blocks_that_need_earlier_ones_are_told():
+    assert needs_earlier_blocks(["a = 1\n", "def f(x):\n    return x + a\n"])
+    assert not needs_earlier_blocks(
+        ["import math\n", "import math\nprint(math.pi)\n", "b = [c for c in 'd']\n"]
+    )
