@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.docs.snippets import DOCS, PAGES, ROOT, blocks_of, missing, needs_earlier_blocks, run
+from tests.support.ranks import run_ranks
 
 # Pages whose imports, or whose compilation, take many seconds.
 SLOW = ("howto/compile", "howto/lightning", "howto/peft", "howto/transformers", "migrate/liger")
@@ -52,6 +53,20 @@ def test_page_blocks_run(name):
         ast.parse(block)  # also what is not run here
         if missing(block) is None:
             run(block, names, f"{name}, block {number}")
+
+
+@pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
+@pytest.mark.extended
+def test_page_of_divided_heads_runs_on_two_ranks(tmp_path):
+    page = "howto/divided_head"
+    found = run_ranks("tests.docs.page_ranks", tmp_path / "store", [page])
+    blocks = blocks_of(WITH_BLOCKS[page])
+    for rank in found:
+        assert "raised" not in rank[page], rank[page]
+        assert len(rank[page]["printed"]) == len(blocks)
+    assert found[0][page]["printed"] == found[1][page]["printed"]
 
 
 @pytest.mark.parametrize("number", range(5))
