@@ -5,11 +5,11 @@
 
 `package` builds sdist and wheel, checks their metadata, and runs the contract (tests/contract.txt)
 on the installed wheel, where nothing of the checkout can be imported; then tests of the pages and
-the layering in the unpacked sdist. `versions` runs the contract in an environment for each pair,
-and writes a row of each to docs/_data/versions.csv when it ends: an interrupted run keeps what it
-has, and a pair that is run again replaces its row. `--only 3.10:2.9` runs one pair, `--only
-3.13:2.15:integrations` one of the others, and `--suite selftest` of each pair the fifty calls of
-`lowtide doctor --selftest` alone, in a minute.
+the layering in the unpacked sdist; then `lowtide[hf]` alone on a small Llama. `versions` runs the
+contract in an environment for each pair, and writes a row of each to docs/_data/versions.csv when
+it ends: an interrupted run keeps what it has, and a pair that is run again replaces its row.
+`--only 3.10:2.9` runs one pair, `--only 3.13:2.15:integrations` one of the others, and `--suite
+selftest` of each pair the fifty calls of `lowtide doctor --selftest` alone, in a minute.
 
 uv makes the environments. It takes the Pythons on PATH, and downloads others; UV_TORCH_BACKEND=cpu
 spares the gigabytes of CUDA that torch from the package index brings.
@@ -41,6 +41,25 @@ NOT_BUILT = {("3.10", "2.15")}  # torch has no wheel of this release for this Py
 FRAMEWORKS = ("accelerate", "lightning", "peft", "transformers", "trl")
 SUITES = {"contract": ["@tests/contract.txt"], "integrations": ["tests/integrations"]}  # of pytest
 FROM_SDIST = ["tests/test_documents.py", "tests/test_layering.py", "tests/test_suite.py"]
+# What docs/install.md promises of `lowtide[hf]`, with no other extra.
+HF_ALONE = """
+import torch, transformers, lowtide
+from lowtide.integrations.transformers import TransformersDeferralCallback, register_attention
+
+register_attention()
+sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+config = transformers.LlamaConfig(**sizes, num_attention_heads=4, attn_implementation="lowtide")
+model, tokens = transformers.LlamaForCausalLM(config).train(), torch.randint(97, (2, 16))
+with torch.no_grad():
+    expected = model(input_ids=tokens, labels=tokens).loss
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, expected)
+deferral = lowtide.defer_logits(model)
+loss = model(input_ids=tokens, labels=tokens).loss
+loss.backward()
+torch.testing.assert_close(loss, expected)
+assert deferral.fused == 1 and TransformersDeferralCallback().fused == 0
+"""
 MARKS = "not extended and not every_build and not gpu"
 COLUMNS = (
     *("date", "commit", "python", "torch", "suite", "versions"),
@@ -123,7 +142,10 @@ def check_package(built: Built, folder: Path, processes: str) -> list[str]:
     print(f"the contract on the installed wheel: {wheel['passed']} passed, {wheel['failed']} failed")
     sdist = pytest(python, FROM_SDIST, unpack(built, folder / "sdist"), processes)
     print(f"tests of the sdist: {sdist['passed']} passed, {sdist['failed']} failed")
-    return [name for name, found in (("wheel", wheel), ("sdist", sdist)) if found["first_failure"]]
+    hf = hf_alone(install(environment._replace(extra="hf"), built, folder / "hf"))
+    print(f"lowtide[hf] alone: {hf['first_failure'] or 'passed'}")
+    suites = {"wheel": wheel, "sdist": sdist, "lowtide[hf]": hf}
+    return [name for name, found in suites.items() if found["first_failure"]]
 
 
 def check_contents(built: Built) -> None:
@@ -244,6 +266,15 @@ def selftest(python: Path) -> dict[str, object]:
     failed = re.findall(r"^FAIL .*", done.stdout, flags=re.MULTILINE)
     first = failed[0] if failed else "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
     return {"passed": len(passed), "failed": len(failed), "skipped": 0, "first_failure": first}
+
+
+def hf_alone(python: Path) -> dict[str, object]:
+    """Run what the page of installation promises of `lowtide[hf]`; return an error's last line."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command, folder = [str(python), "-c", HF_ALONE], python.parent  # Not the checkout.
+    done = subprocess.run(command, cwd=folder, env=clean, check=False, capture_output=True, text=True)
+    failure = "" if done.returncode == 0 else (done.stderr.strip() or "no message").splitlines()[-1]
+    return {"passed": int(not failure), "failed": int(bool(failure)), "first_failure": failure}
 
 
 def versions(python: Path) -> str:

@@ -89,6 +89,16 @@ def test_row_replaces_that_of_its_environment(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.extended  # it imports Transformers, in a process of its own
+def test_what_the_page_promises_of_hf(plain_environment):
+    """Here with every extra; `make test-package` runs it with `lowtide[hf]` alone."""
+    pytest.importorskip("transformers", minversion="5")
+    program = environments().HF_ALONE
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=plain_environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_table_of_builds():
     """What has been compiled of a way on an architecture is whole, and fits."""
     rows = read("builds.csv")
