@@ -149,7 +149,11 @@ def check_package(built: Built, folder: Path, processes: str) -> list[str]:
 
 
 def check_contents(built: Built) -> None:
-    """The wheel has what is read at run time and no tests; its description has no relative link."""
+    """The wheel has what is read at run time and no tests; its description has no relative link.
+
+    The sdist has what pyproject.toml names, the settings of git that hatchling adds, and nothing
+    else of the working tree.
+    """
     with zipfile.ZipFile(built.wheel) as wheel:
         names = wheel.namelist()
         metadata = message_from_bytes(wheel.read(next(name for name in names if name.endswith("/METADATA"))))
@@ -157,9 +161,21 @@ def check_contents(built: Built) -> None:
         if file.is_file() and "__pycache__" not in file.parts:
             assert file.relative_to(ROOT).as_posix() in names, f"{file} is not in the wheel"
     assert all(name.startswith("lowtide") for name in names), names
+    with tarfile.open(built.sdist) as sdist:
+        parts = [Path(name).parts for name in sdist.getnames()]
+    in_sdist = {each[1] for each in parts if len(each) > 1}
+    assert in_sdist == {*source_distribution(), ".gitignore", "PKG-INFO"}, in_sdist
     description = str(metadata.get_payload(decode=False))
     targets = [part.partition(")")[0] for part in description.split("](")[1:]]
     assert all(target.startswith(("https://", "http://", "#")) for target in targets), targets
+
+
+def source_distribution() -> list[str]:
+    """Return the names that pyproject.toml lists for the sdist."""
+    table = (ROOT / "pyproject.toml").read_text().partition("[tool.hatch.build.targets.sdist]\n")[2]
+    found = re.match(r"only-include = \[\n(.*?)^\]$", table, flags=re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return re.findall(r'"(.+?)"', found[1])
 
 
 def choose(only: Sequence[str] | None, suite: str | None) -> list[Environment]:

@@ -4,6 +4,7 @@ import csv
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,32 @@ def test_workflow(path):
     yaml = pytest.importorskip("yaml")
     jobs = yaml.safe_load(text)["jobs"]
     assert all(job["steps"] for job in jobs.values())
+
+
+@NEEDS_CHECKOUT
+def test_sdist_names_what_git_tracks():
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    tracked = {name.partition("/")[0] for name in listed}
+    assert {*environments().source_distribution()} == {name for name in tracked if name[0] != "."}
+
+
+def test_sdist_has_nothing_else_of_the_working_tree(tmp_path):
+    """One that hatchling builds, of a tree with the package's settings and folders beside them."""
+    sdist = pytest.importorskip("hatchling.builders.sdist")
+    settings = (ROOT / "pyproject.toml").read_text().replace('["readme", "version"]', '["version"]')
+    hooks = settings.index("[tool.hatch.metadata.hooks"), settings.index("[tool.ruff]")
+    named = {"LICENSE", "README.md", "lowtide/__init__.py", "tests/test_package.py"}
+    tree = tmp_path / "tree"
+    for name in (*named, ".card/output.txt", ".whl/torch.whl", "runs/model.pt", ".ci/run", "notes.txt"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text('__version__ = "1.0"\n')
+    (tree / "pyproject.toml").write_text(settings[: hooks[0]] + settings[hooks[1] :])
+    (built,) = sdist.SdistBuilder(str(tree)).build(directory=str(tmp_path / "dist"))
+    with tarfile.open(built) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    assert found == {*named, "pyproject.toml", "PKG-INFO"}
 
 
 @NEEDS_CHECKOUT
