@@ -35,8 +35,10 @@ def environments():
 def test_one_version_everywhere():
     version = re.escape(lowtide.__version__)
     assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
-    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    first = re.search(r"^## (\S+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert first[1] == lowtide.__version__
+    released = re.findall(r'^date-released: "(.+)"$', (ROOT / "CITATION.cff").read_text(), flags=re.MULTILINE)
+    assert released == [] if first[2] == "unreleased" else [first[2]], "of the date"
 
 
 def test_pythons_and_torches_are_those_declared():
