@@ -1,10 +1,14 @@
 """What lies around the package: metadata, workflows, and the tables of versions and platforms."""
 
 import csv
+import hashlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -145,6 +149,37 @@ def test_workflow(path):
     yaml = pytest.importorskip("yaml")
     jobs = yaml.safe_load(text)["jobs"]
     assert all(job["steps"] for job in jobs.values())
+
+
+@NEEDS_CHECKOUT
+def test_browser_of_the_workflow(tmp_path):
+    """Its step takes archives of these hashes; what tests/docs/browser.py seeks is on PATH then."""
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    (step,) = [each for each in jobs["test"]["steps"] if each.get("env")]
+    assert jobs["test"]["strategy"]["matrix"]["target"].count("test-extended") == 1
+    assert step["if"] == "matrix.target == 'test-extended'"
+    for program in ("bash", "curl", "unzip"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    (tmp_path / "temporary").mkdir()
+    environment = {"PATH": os.environ["PATH"], "RUNNER_TEMP": str(tmp_path / "temporary")}
+    environment |= {"GITHUB_PATH": str(tmp_path / "path"), "FROM": tmp_path.as_uri()}
+    for name, variable in (("chrome", "BROWSER_SHA256"), ("chromedriver", "DRIVER_SHA256")):
+        assert re.fullmatch("[0-9a-f]{64}", step["env"][variable])
+        archive = tmp_path / f"{name}-linux64.zip"
+        with zipfile.ZipFile(archive, "w") as file:
+            program = zipfile.ZipInfo(f"{name}-linux64/{name}")
+            program.external_attr = 0o755 << 16
+            file.writestr(program, "#!/bin/sh\n")
+        environment[variable] = hashlib.sha256(archive.read_bytes()).hexdigest()
+    script = ["bash", "-e", "-c", step["run"]]
+    wrong = environment | {"DRIVER_SHA256": step["env"]["DRIVER_SHA256"]}
+    assert subprocess.run(script, env=wrong, capture_output=True, check=False).returncode == 1
+    subprocess.run(script, env=environment, capture_output=True, check=True)
+    (added,) = (tmp_path / "path").read_text().splitlines()
+    assert shutil.which("chromium", path=added)
+    assert shutil.which("chromedriver", path=added)
 
 
 @NEEDS_CHECKOUT
