@@ -67,10 +67,10 @@ def test_table_of_versions():
     script = environments()
     rows = read("versions.csv")
     assert tuple(rows[0]) == script.COLUMNS
-    known = {(each.python, each.torch, each.suite) for each in script.ENVIRONMENTS}
     ran = [(row["python"], row["torch"], row["suite"]) for row in rows]
-    assert set(ran) <= known
-    assert len(set(ran)) == len(ran)
+    assert sorted(ran) == sorted((each.python, each.torch, each.suite) for each in script.ENVIRONMENTS)
+    # Of the 16 pairs of 4 Pythons and 4 releases, torch has a wheel for all but one.
+    assert sum(suite == "contract" for _, _, suite in ran) == 15
     for row in rows:
         assert int(row["passed"]) >= 50
         assert row["versions"].startswith(f"Python {row['python']}.")
