@@ -3,6 +3,9 @@
 `cdiv` and `next_power_of_2` compute on the host what a kernel's grid needs. Triton's functions of
 these names serve kernels as well, and take 2 microseconds a call (decision 0023).
 
+The functions named `has_...` are the only ones that ask for a compute capability. Each says which
+instructions or kernels of the GPU it stands for.
+
 Gluon is part of Triton, is marked as experimental, and has renamed things between releases.
 Therefore Gluon is imported only where `pipelines_on` returns True.
 """
@@ -28,15 +31,49 @@ FEWEST = 1 << 36  # decision 0077
 PRODUCT_ROWS = 2048
 
 
+def is_there(device: torch.device) -> bool:
+    """Return True if the device is an NVIDIA GPU that this machine has.
+
+    A tensor that is only described (a fake one) may name a GPU on a machine without one.
+    """
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
+
+
+def has_bfloat16_mma(device: torch.device) -> bool:
+    """Return True if tensor cores multiply bfloat16, and copies to shared memory are asynchronous.
+
+    sm_80 (Ampere) brought both, and every later generation has them. Attention's kernels multiply
+    float32 operands as pieces of bfloat16.
+    """
+    return is_there(device) and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def has_warpgroup_mma(device: torch.device) -> bool:
+    """Return True if a warpgroup multiplies tiles of shared memory into its registers (wgmma).
+
+    sm_90 (Hopper) alone has this instruction: sm_100 (Blackwell) has tcgen05 in its place, which
+    sums in tensor memory, and sm_120 has neither. Tensor maps (TMA) came with sm_90 as well, and
+    later generations have them. But the tiles that are read through them, and their share of the
+    227 KiB of shared memory, were measured with wgmma.
+    """
+    return is_there(device) and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def has_cudnn_unequal_features(device: torch.device, first_release: int) -> bool:
+    """Return True if cuDNN's attention has gradients where values have fewer features than keys.
+
+    cuDNN has these kernels for sm_90 and for sm_100 and sm_103, from one of its releases on.
+    """
+    if not is_there(device) or (torch.backends.cudnn.version() or 0) < first_release:
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return major == 10 or (major, minor) == (9, 0)
+
+
 @functools.cache
 def pipelines_on(device: torch.device) -> bool:
-    """Return True on a Hopper GPU that is present, with a Triton release that we know.
-
-    A tensor that is only described (a fake one) may name a GPU that this machine does not have.
-    """
-    if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
-        return False
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    """Return True on a GPU with wgmma (Hopper), with a Triton release that we know."""
+    if not has_warpgroup_mma(device):
         return False
     import triton
 

@@ -18,7 +18,12 @@ from lowtide.core import torch_private
 from lowtide.core.autodiff import in_transform
 from lowtide.core.checks import HALVES
 from lowtide.core.errors import ArgumentError
-from lowtide.core.kernels.backend import marked_constant, reason_against_triton
+from lowtide.core.kernels.backend import (
+    has_bfloat16_mma,
+    has_cudnn_unequal_features,
+    marked_constant,
+    reason_against_triton,
+)
 from lowtide.core.kernels.devices import runs_plain_torch
 from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, AttentionSizes, Operands, is_far, sizes
@@ -166,9 +171,7 @@ def _has_unequal_features(device: torch.device) -> bool:
     """Return True if cuDNN's kernel for UNEQUAL runs on this card, or if no card is there."""
     if not torch.cuda.is_available():
         return True
-    major, minor = torch.cuda.get_device_capability(device)
-    new = torch.version.hip is None and (torch.backends.cudnn.version() or 0) >= FIRST_CUDNN
-    return new and (major == 10 or (major, minor) == (9, 0))
+    return has_cudnn_unequal_features(device, FIRST_CUDNN)
 
 
 def _reason_against_triton(operands: Operands) -> str | None:
@@ -196,4 +199,4 @@ def _is_known_to_run(device: torch.device) -> bool:
     """
     if not torch.cuda.is_available():
         return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return has_bfloat16_mma(device)

@@ -7,7 +7,7 @@ engine.
 import torch
 
 from lowtide.core.errors import ArgumentError
-from lowtide.core.kernels.backend import marked_constant, reason_against_triton
+from lowtide.core.kernels.backend import has_warpgroup_mma, marked_constant, reason_against_triton
 from lowtide.core.strides import copies_rows, maps_input, maps_weight, place
 from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, Call, backend_of
@@ -88,10 +88,5 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
 
 @marked_constant
 def _has_tensor_maps(device: torch.device) -> bool:
-    """Return True if the device is a Hopper GPU.
-
-    Later GPUs have tensor maps too, but the tiles were measured on Hopper and fit its shared
-    memory. Without a GPU, a fake tensor may still have a CUDA device.
-    """
-    nvidia = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
-    return nvidia and torch.cuda.get_device_capability(device)[0] == 9
+    """Return True if the device has tensor maps, and wgmma, with which the tiles were measured."""
+    return has_warpgroup_mma(device)
