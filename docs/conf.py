@@ -31,7 +31,7 @@ extensions = [
 exclude_patterns = ["_build", "_extensions"]
 smartquotes = False  # [..., D] and "mean" stay as they are typed
 default_role = "code"
-pygments_style = "tango"
+pygments_style = "a11y-high-contrast-light"
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "attrs_inline"]
 myst_heading_anchors = 3
@@ -66,8 +66,8 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": ["sphinx-version"],
     "secondary_sidebar_items": ["page-toc"],
-    "pygments_light_style": "tango",
-    "pygments_dark_style": "monokai",
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
 }
 html_sidebars = {page: [] for page in ("index", "install", "examples/index")}
 copybutton_prompt_text = r"\$ "

@@ -352,3 +352,60 @@ def test_browser_shows_labels_on_a_phone(site):
         scrolled, left = driver.execute_script(moved)
         assert scrolled == 100
         assert abs(left) < 2
+
+
+# Of each text of an article: its colour against that of what lies behind it, by WCAG's definition.
+# A canvas turns every notation of a colour into four bytes.
+FAINT = """
+    const context = Object.assign(document.createElement('canvas'), {width: 1, height: 1})
+        .getContext('2d', {willReadFrequently: true}), known = new Map();
+    const bytes = text => {
+        if (!known.has(text)) {
+            context.clearRect(0, 0, 1, 1);
+            context.fillStyle = text;
+            context.fillRect(0, 0, 1, 1);
+            known.set(text, [...context.getImageData(0, 0, 1, 1).data]);
+        }
+        return known.get(text);
+    };
+    const over = (top, below) => below.map((b, i) => top[i] * top[3] / 255 + b * (1 - top[3] / 255));
+    const behind = e => e === null ? [255, 255, 255]
+        : over(bytes(getComputedStyle(e).backgroundColor), behind(e.parentElement));
+    const luminance = color => {
+        const [r, g, b] = color.map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92
+                                                         : ((c + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const seen = [], faint = [];
+    const texts = document.createTreeWalker(document.querySelector('article'), NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+        const e = texts.currentNode.parentElement, box = e.getBoundingClientRect();
+        if (!texts.currentNode.data.trim() || !box.width || !e.checkVisibility({checkOpacity: true,
+            checkVisibilityCSS: true}) || e.closest('.headerlink, .copybtn, script, style')) continue;
+        const back = behind(e), front = over(bytes(getComputedStyle(e).color), back);
+        const [dark, light] = [luminance(back), luminance(front)].sort((a, b) => a - b);
+        const contrast = (light + 0.05) / (dark + 0.05);
+        seen.push(e.closest('pre') ? 'block' : e.closest('td') ? 'cell' : e.closest('code') ? 'code'
+                  : e.closest('p') ? 'text' : 'other');
+        if (contrast < 4.5) faint.push([contrast.toFixed(2), e.outerHTML.slice(0, 120), front, back]);
+    }
+    return [document.documentElement.dataset.theme, [...new Set(seen)], faint];
+"""
+
+
+@needs_browser
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_browser_text_stands_out_from_its_background(site, theme):
+    """Text, code and cells of tables, as a reader sees them whose system asks for this theme."""
+    names = ["index", "install", "howto/workspace", "howto/own_loss", "migrate/liger", "reference/loss"]
+    names += ["reference/command_line", "explanation/attention", "performance/h200", "py-modindex"]
+    asked = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
+    kinds = set()
+    with browser.served(site) as address, browser.started() as driver:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", asked)
+        for name in names:
+            driver.get(f"{address}/{name}.html")
+            shown, found, faint = driver.execute_script(FAINT)
+            assert (shown, faint) == (theme, []), name
+            kinds |= {*found}
+    assert kinds >= {"text", "code", "block", "cell"}
