@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowtide.tools.bench import steps
 from lowtide.tools.bench.cases import LossCase
-from lowtide.tools.bench.step_cases import STEP_CASES
+from lowtide.tools.bench.steps import rows as steps
+from lowtide.tools.bench.steps.cases import STEP_CASES
 from tests.support.cards import on_cards
 from tests.support.commands import invoke, said
 from tests.support.ranks import torchrun

@@ -5,8 +5,8 @@ from typing import Annotated
 from lowtide.cli.bench.ranks import FullySharded, check_ranks
 from lowtide.cli.bench.tables import CaseTable, Names, Out, Smoke, choose, names_option, print_tables
 from lowtide.cli.shared.parameters import DeviceOption
-from lowtide.tools.bench.step_cases import STEP_CASES, under_fsdp
-from lowtide.tools.bench.steps import FSDP_STEP_PROVIDERS, STEP_PROVIDERS, STEPS, step_rows
+from lowtide.tools.bench.steps.cases import STEP_CASES, under_fsdp
+from lowtide.tools.bench.steps.rows import FSDP_STEP_PROVIDERS, STEP_PROVIDERS, STEPS, step_rows
 from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.errors import UserError
 from lowtide.tools.ranks import from_first, joined

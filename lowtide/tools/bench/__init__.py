@@ -18,6 +18,5 @@ Modules, in the order of imports:
 * ranks: the loss on several ranks.
 * heads: the loss on the heads of public models.
 * host: the time of the host in a call of each operator.
-* step_cases: the models whose whole steps are measured.
 * steps: whole steps of fine-tuning public models.
 """

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lowtide.cli.bench import loss
-from lowtide.tools.bench import steps
 from lowtide.tools.bench.cases import CASES
 from lowtide.tools.bench.measure import Mode
 from lowtide.tools.bench.options import OPTIONS, WORKSPACE
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
-from lowtide.tools.bench.step_cases import STEP_CASES
+from lowtide.tools.bench.steps import rows as steps
+from lowtide.tools.bench.steps.cases import STEP_CASES
 from tests.support.commands import invoke as in_this_process
 from tests.support.commands import said
 

@@ -28,7 +28,7 @@ from lowtide.core.collectives import is_dtensor
 from lowtide.memory import peak_memory
 from lowtide.tools.bench.measure import alternate, attempted, quantiles, ratio
 from lowtide.tools.bench.providers import Unavailable
-from lowtide.tools.bench.step_cases import StepCase
+from lowtide.tools.bench.steps.cases import StepCase
 from lowtide.tools.bench.table import Format, reasons, rounded, status
 from lowtide.tools.environment import ENVIRONMENT, dtype_name, version
 from lowtide.tools.errors import UserError
