@@ -11,9 +11,9 @@ from lowtide.cli.bench.ranks import FullySharded, TensorParallel, check_ranks
 from lowtide.cli.bench.tables import CaseTable, Names, Out, Smoke, choose, names_option, print_tables
 from lowtide.cli.shared.parameters import DeviceOption
 from lowtide.cli.shared.parameters import workspace as workspace_option
-from lowtide.tools.bench.cases import AXES, CASES, LossCase, divided, sweep
+from lowtide.tools.bench.cases import AXES, CASES, LossCase, Mode, divided, sweep
 from lowtide.tools.bench.chunked import entries as chunked_entries
-from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, Mode, rows
+from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, rows
 from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT
 from lowtide.tools.bench.ranks.fsdp import FULLY_SHARDED

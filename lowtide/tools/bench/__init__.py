@@ -6,6 +6,8 @@ Modules, in the order of imports:
 
 * cases: the shapes of the loss's benchmark, and their tensors.
 * providers: the implementations of the loss, and the type of an implementation.
+* timing: calls timed in turn, and their ratios by round.
+* truth: the loss and its gradients by the definition, in float64 where that takes seconds at most.
 * measure: one row, which is a provider on a case.
 * table: rows as a table and as a CSV.
 * options: providers for every option of the loss.

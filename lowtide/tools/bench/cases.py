@@ -5,6 +5,7 @@ Legend: N tokens, D features, V classes.
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,6 +21,11 @@ AXES = ("tokens", "classes", "features")
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2)
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # input_ND, weight_VD, target_N
+
+
+class Mode(str, Enum):
+    STEP = "step"  # Loss, and gradients of input and weight.
+    FORWARD = "forward"  # Loss alone, without gradients.
 
 
 @dataclass(frozen=True)

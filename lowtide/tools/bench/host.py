@@ -21,8 +21,8 @@ from torch import Tensor
 
 import lowtide
 from lowtide.ops.distillation.api import forward_kl
-from lowtide.tools.bench.measure import quantiles
 from lowtide.tools.bench.table import Format, rounded
+from lowtide.tools.bench.timing import quantiles
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.environment import ENVIRONMENT, dtype_name
 

@@ -5,8 +5,7 @@ chunk by chunk, back to back, in the dtype of the inputs. On a processor without
 precision, the floor of half precision is computed in float32, if one try shows that this is faster.
 Floor and provider alternate in one process, so that both run at the same clocks, and the median of
 the rounds' ratios can be compared between runs and cards. `peak_bytes` is the peak beyond inputs,
-loss and gradients. Errors are relative Frobenius norms against products in float64, or in float32
-for half precision where float64 would take too long.
+loss and gradients. Errors are relative Frobenius norms against the definition (`truth.py`).
 
 Where features or classes are no multiple of 8, cuBLAS is slow, and an exact method may pad. Then a
 second floor, with both rounded up to multiples of 8, is timed in turn as well. Otherwise the two
@@ -28,9 +27,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -39,27 +36,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.memory import peak_memory
-from lowtide.tools.bench.cases import IGNORE_INDEX, Inputs, LossCase, own_inputs, own_results, with_mean_loss
+from lowtide.tools.bench.cases import Inputs, LossCase, Mode, own_inputs, own_results, with_mean_loss
 from lowtide.tools.bench.providers import BenchEntry, TimedCall, Unavailable
+from lowtide.tools.bench.timing import alternate, quantiles, ratio
+from lowtide.tools.bench.truth import exact, relative_error
 from lowtide.tools.ranks import from_first
 
 ALIGNMENT = 8
 FLOOR_CHUNK = 4096
-TRUTH_CHUNK = 1024
-MOST_FLOAT64_FLOPS = 1 << 46  # About a second and a half on a card with full float64 speed.
-MOST_FLOAT64_WEIGHTS = 1 << 31  # With their gradient they take 32 GiB.
 MAX_ROUNDS, MIN_ROUNDS = 16, 3
 BUDGET_MS = 4000.0  # Rounds beyond MIN_ROUNDS run while they fit in this time.
 SWEEP_BUDGET_MS = 300.0  # It is smaller, since a sweep measures many shapes.
-CYCLES_PER_MS = 2e6  # Cycles of a card's clock in a millisecond, or a little more.
 SLOW_MS = 20_000.0  # A provider whose step takes this long is timed once.
 
 ResultT = TypeVar("ResultT")
-
-
-class Mode(str, Enum):
-    STEP = "step"  # Loss, and gradients of input and weight.
-    FORWARD = "forward"  # Loss alone, without gradients.
 
 
 @dataclass(frozen=True)
@@ -205,50 +195,6 @@ def of_all_ranks(figures: Figures) -> Figures:
     return replace(figures, peak_bytes=max(each.peak_bytes for each in ranks), errors=errors)
 
 
-@torch.no_grad()
-def exact(
-    input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode, softcap: float | None = None
-) -> tuple[Tensor, ...]:
-    """Return (loss, dX, dW), or the loss alone, by chunks in `truth_dtype`."""
-    V, D = weight_VD.shape
-    wide = truth_dtype(len(input_ND), D, V, input_ND.dtype)
-    wide_VD = weight_VD.to(wide)
-    counted = (target_N != IGNORE_INDEX).sum()
-    loss = torch.zeros((), dtype=torch.float64, device=input_ND.device)
-    grads_ND, grad_VD = [], torch.zeros_like(wide_VD)
-    for x_CD, target_C in zip(input_ND.split(TRUTH_CHUNK), target_N.split(TRUTH_CHUNK)):
-        wide_CD = x_CD.to(wide)
-        logits_CV = wide_CD @ wide_VD.T
-        slope_CV = None
-        if softcap is not None:
-            logits_CV.div_(softcap).tanh_()
-            slope_CV = 1 - logits_CV.square()
-            logits_CV.mul_(softcap)
-        keep_C1 = (target_C != IGNORE_INDEX)[:, None]
-        target_C1 = target_C.clamp_min(0)[:, None]
-        logits_CV -= logits_CV.logsumexp(1, keepdim=True)
-        loss -= (logits_CV.gather(1, target_C1) * keep_C1).sum(dtype=torch.float64)
-        if mode is Mode.FORWARD:
-            continue
-        grad_CV = logits_CV.exp_()
-        grad_CV.scatter_add_(1, target_C1, grad_CV.new_full((), -1.0).expand_as(target_C1))
-        grad_CV.mul_(keep_C1.to(wide) / counted)
-        if slope_CV is not None:
-            grad_CV.mul_(slope_CV)
-        grads_ND.append(grad_CV @ wide_VD)
-        grad_VD.addmm_(grad_CV.T, wide_CD)
-    if mode is Mode.FORWARD:
-        return (loss / counted,)
-    return loss / counted, torch.cat(grads_ND), grad_VD
-
-
-def truth_dtype(tokens: int, features: int, classes: int, dtype: torch.dtype) -> torch.dtype:
-    """Return float64, or float32 for half precision that would take too much time or memory."""
-    flops, weights = 6 * tokens * features * classes, features * classes
-    too_much = flops > MOST_FLOAT64_FLOPS or weights > MOST_FLOAT64_WEIGHTS
-    return torch.float32 if dtype.itemsize == 2 and too_much else torch.float64
-
-
 def aligned(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Inputs:
     """Return the inputs with zeros for features and classes up to the next multiples of 8."""
     (V, D), step = weight_VD.shape, ALIGNMENT
@@ -297,79 +243,6 @@ def products_dtype(x_ND: Tensor, w_VD: Tensor) -> torch.dtype:
     calls = [partial(products, *(each.to(dtype) for each in corner)) for dtype in dtypes]
     own, wide = (min(spans) for spans in alternate(calls, 3, "cpu"))
     return dtypes[own > wide]
-
-
-def alternate(
-    calls: Iterable[Callable[[], object]], rounds: int, device: str, lead_ms: float = 0.0
-) -> list[list[float]]:
-    """Return the milliseconds of each call in each round.
-
-    CUDA is timed between events, so that the host may run ahead. The card begins each round
-    `lead_ms` later than the host, so that it need not wait for the host where that takes longer.
-    """
-    calls = tuple(calls)
-    rounds_of_marks = []
-    for _ in range(rounds):
-        if lead_ms and device == "cuda":
-            torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
-        marks = [_mark(device)]
-        for call in calls:
-            call()
-            marks.append(_mark(device))
-        rounds_of_marks.append(marks)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    spans = [
-        [
-            before.elapsed_time(after) if device == "cuda" else (after - before) * 1e3
-            for before, after in pairwise(marks)
-        ]
-        for marks in rounds_of_marks
-    ]
-    return [list(of_call) for of_call in zip(*spans)]
-
-
-def host_microseconds(calls: Iterable[Callable[[], object]], rounds: int) -> list[float]:
-    """Return the microseconds until each call returns, as the median of the rounds.
-
-    The card is idle when a round begins, and no call waits for it.
-    """
-    calls = tuple(calls)
-    spans: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        for call, own in zip(calls, spans):
-            started = time.perf_counter()
-            call()
-            own.append((time.perf_counter() - started) * 1e6)
-    torch.cuda.synchronize()
-    return [quantiles(own, 0.5)[0] for own in spans]
-
-
-def _mark(device: str) -> Any:
-    if device != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def quantiles(values: list[float], *levels: float) -> list[float]:
-    return torch.tensor(values).quantile(torch.tensor(levels)).tolist()
-
-
-def ratio(spans: list[float], to: list[float]) -> float:
-    """Return the median of the rounds' ratios.
-
-    Ratios are taken within a round, since clocks drift between rounds by more than what is
-    compared.
-    """
-    (median,) = quantiles([span / other for span, other in zip(spans, to, strict=True)], 0.5)
-    return median
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return (torch.linalg.vector_norm(got.to(want.dtype) - want) / torch.linalg.vector_norm(want)).item()
 
 
 def _one_line(error: Exception) -> str:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lowtide import linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy import dispatch
-from lowtide.tools.bench.cases import IGNORE_INDEX, Inputs, LossCase
-from lowtide.tools.bench.measure import Mode
+from lowtide.tools.bench.cases import IGNORE_INDEX, Inputs, LossCase, Mode
 from lowtide.tools.bench.providers import PROVIDERS, BenchEntry, TimedCall
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.units import GIB

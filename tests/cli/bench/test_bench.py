@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lowtide.cli.bench import loss
-from lowtide.tools.bench.cases import CASES
-from lowtide.tools.bench.measure import Mode
+from lowtide.tools.bench.cases import CASES, Mode
 from lowtide.tools.bench.options import OPTIONS, WORKSPACE
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
 from lowtide.tools.bench.steps import rows as steps

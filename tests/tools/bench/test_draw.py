@@ -7,8 +7,8 @@ import pytest
 from matplotlib.text import Text
 
 from lowtide.tools.bench import draw
-from lowtide.tools.bench.cases import AXES, CASES, LossCase, sweep
-from lowtide.tools.bench.measure import Figures, Mode, Row
+from lowtide.tools.bench.cases import AXES, CASES, LossCase, Mode, sweep
+from lowtide.tools.bench.measure import Figures, Row
 from lowtide.tools.bench.providers import Provider
 from lowtide.tools.bench.table import LOSS, CsvWriter
 from lowtide.tools.environment import Environment

@@ -8,13 +8,14 @@ from rich.console import Console
 
 from lowtide.cli.bench.pictures import draw as draw_file
 from lowtide.tools.bench import measure
-from lowtide.tools.bench.cases import LossCase
+from lowtide.tools.bench.cases import LossCase, Mode
 from lowtide.tools.bench.heads.data import HEADS
 from lowtide.tools.bench.heads.rows import HeadRow, head_cases, head_providers, head_rows
 from lowtide.tools.bench.heads.table import COLUMNS, HEAD_ROWS, draw, record
-from lowtide.tools.bench.measure import Figures, Mode, aligned, exact, relative_error, truth_dtype
+from lowtide.tools.bench.measure import Figures, aligned
 from lowtide.tools.bench.providers import Provider, Unavailable
 from lowtide.tools.bench.table import CsvWriter, records
+from lowtide.tools.bench.truth import exact, relative_error, truth_dtype
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.environment import Environment

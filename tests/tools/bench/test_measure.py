@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.tools.bench import measure
-from lowtide.tools.bench.cases import IGNORE_INDEX, LossCase, own_inputs, own_results
-from lowtide.tools.bench.measure import Mode, alternate, exact, floor, quantiles, relative_error, rows
+from lowtide.tools.bench import measure, timing, truth
+from lowtide.tools.bench.cases import IGNORE_INDEX, LossCase, Mode, own_inputs, own_results
+from lowtide.tools.bench.measure import floor, rows
 from lowtide.tools.bench.providers import Provider, Unavailable
+from lowtide.tools.bench.timing import alternate, quantiles
+from lowtide.tools.bench.truth import exact, relative_error
 
 MIB = 2**20
 CASE = LossCase("tiny", 96, 16, 80, torch.float32, "cpu")
@@ -58,7 +60,7 @@ def test_each_rank_has_its_part():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-14), (torch.bfloat16, 1e-6)])
 def test_truth_matches_float64(dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(measure, "TRUTH_CHUNK", 40)  # two whole chunks and a rest
+    monkeypatch.setattr(truth, "TRUTH_CHUNK", 40)  # two whole chunks and a rest
     case = LossCase("tiny", 96, 16, 80, dtype, "cpu")
     input_ND, weight_VD, target_N = case.inputs(requires_grad=False)
     wide = [tensor.double().requires_grad_() for tensor in (input_ND, weight_VD)]
@@ -87,7 +89,7 @@ def test_host_time_of_each_call_is_its_own(monkeypatch):
     order, idle = [], []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: idle.append(len(order)))
     now = [0.0]
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
     def call(name, seconds):
         def run():
@@ -97,7 +99,7 @@ def test_host_time_of_each_call_is_its_own(monkeypatch):
         return run
 
     quick, slow = (iter(each) for each in ((1e-6, 9e-6, 2e-6), (5e-6, 6e-6, 7e-6)))
-    assert measure.host_microseconds((call("quick", quick), call("slow", slow)), 3) == pytest.approx([2, 6])
+    assert timing.host_microseconds((call("quick", quick), call("slow", slow)), 3) == pytest.approx([2, 6])
     assert order == ["quick", "slow"] * 3
     assert idle == [0, 2, 4, 6]
 

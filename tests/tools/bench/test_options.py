@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowtide.tools.bench.cases import CASES, IGNORE_INDEX
-from lowtide.tools.bench.measure import Mode
+from lowtide.tools.bench.cases import CASES, IGNORE_INDEX, Mode
 from lowtide.tools.bench.options import OPTIONS, RANK, WORKSPACE, Option, options
 
 (SMOKE,) = (case for case in CASES if case.smoke and case.device == "cpu")

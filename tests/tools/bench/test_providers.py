@@ -4,9 +4,9 @@ import importlib.util
 import pytest
 import torch
 
-from lowtide.tools.bench.cases import AXES, CASES, LossCase, sweep
-from lowtide.tools.bench.measure import Mode, exact, relative_error
+from lowtide.tools.bench.cases import AXES, CASES, LossCase, Mode, sweep
 from lowtide.tools.bench.providers import PROVIDERS, Unavailable
+from lowtide.tools.bench.truth import exact, relative_error
 
 SMOKE = {case.device: case for case in CASES if case.smoke}
 BY_NAME = {provider.name: provider for provider in PROVIDERS}

@@ -9,8 +9,8 @@ from rich.console import Console
 import lowtide
 from lowtide.tools import environment
 from lowtide.tools.bench import table
-from lowtide.tools.bench.cases import LossCase
-from lowtide.tools.bench.measure import Figures, Mode, Row
+from lowtide.tools.bench.cases import LossCase, Mode
+from lowtide.tools.bench.measure import Figures, Row
 from lowtide.tools.bench.providers import Provider
 
 CASE = LossCase("tiny", 96, 16, 80, torch.bfloat16, "cpu")

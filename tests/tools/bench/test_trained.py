@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowtide.tools.bench.cases import CASES, IGNORE_INDEX
-from lowtide.tools.bench.measure import Mode, exact
+from lowtide.tools.bench.cases import CASES, IGNORE_INDEX, Mode
 from lowtide.tools.bench.trained import trained_cases
+from lowtide.tools.bench.truth import exact
 from lowtide.tools.demo.config import Config
 from lowtide.tools.demo.data import load_corpus
 from lowtide.tools.demo.trainer import Trainer

@@ -30,8 +30,10 @@ from lowtide.ops.attention.backend import BackendChoice
 from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
 from lowtide.tools.bench.attention.providers import AttentionProvider, own_choice
 from lowtide.tools.bench.attention.truth import exact
-from lowtide.tools.bench.measure import alternate, attempted, host_microseconds, quantiles, relative_error
+from lowtide.tools.bench.measure import attempted
 from lowtide.tools.bench.providers import Unavailable
+from lowtide.tools.bench.timing import alternate, host_microseconds, quantiles
+from lowtide.tools.bench.truth import relative_error
 
 MAX_ROUNDS, MIN_ROUNDS = 10, 3
 BUDGET_MS = 2000.0  # Time of a case: rounds beyond MIN_ROUNDS run while they fit in it.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.tools.bench.attention.cases import AttentionCase, Inputs
-from lowtide.tools.bench.measure import MOST_FLOAT64_FLOPS
+from lowtide.tools.bench.truth import MOST_FLOAT64_FLOPS
 
 SCORES = 1 << 26  # In a chunk.
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lowtide.tools.bench.cases import IGNORED_FRACTION, LossCase
+from lowtide.tools.bench.cases import IGNORED_FRACTION, LossCase, Mode
 from lowtide.tools.bench.heads.data import ModelHead
-from lowtide.tools.bench.measure import SWEEP_BUDGET_MS, Mode, Row, rows
+from lowtide.tools.bench.measure import SWEEP_BUDGET_MS, Row, rows
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider, lowtide_provider
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from lowtide.tools.units import GIB, MIB

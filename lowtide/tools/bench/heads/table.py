@@ -16,8 +16,10 @@ from rich.text import Text
 from lowtide.tools.bench import table
 from lowtide.tools.bench.dots import Panel, draw_dots
 from lowtide.tools.bench.heads.rows import HeadRow
-from lowtide.tools.bench.measure import Figures, quantiles, truth_dtype
+from lowtide.tools.bench.measure import Figures
 from lowtide.tools.bench.table import Format, reasons, rounded
+from lowtide.tools.bench.timing import quantiles
+from lowtide.tools.bench.truth import truth_dtype
 from lowtide.tools.environment import dtype_name
 from lowtide.tools.errors import UserError
 from lowtide.tools.units import readable

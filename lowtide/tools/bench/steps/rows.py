@@ -26,10 +26,11 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.core.collectives import is_dtensor
 from lowtide.memory import peak_memory
-from lowtide.tools.bench.measure import alternate, attempted, quantiles, ratio
+from lowtide.tools.bench.measure import attempted
 from lowtide.tools.bench.providers import Unavailable
 from lowtide.tools.bench.steps.cases import StepCase
 from lowtide.tools.bench.table import Format, reasons, rounded, status
+from lowtide.tools.bench.timing import alternate, quantiles, ratio
 from lowtide.tools.environment import ENVIRONMENT, dtype_name, version
 from lowtide.tools.errors import UserError
 from lowtide.tools.layers import shard_layers

@@ -24,8 +24,8 @@ from lowtide.tools.bench.attention.real_table import (
 )
 from lowtide.tools.bench.attention.rows import AttentionFigures, Pass, attention_rows
 from lowtide.tools.bench.attention.truth import exact, truth_dtype
-from lowtide.tools.bench.measure import relative_error
 from lowtide.tools.bench.table import CsvWriter, records
+from lowtide.tools.bench.truth import relative_error
 from lowtide.tools.environment import Environment
 from lowtide.tools.errors import UserError
 from tests.support.drawings import drawn

@@ -1,0 +1,79 @@
+"""Time calls in turn, as the device or the host takes them, and compare the times by round."""
+
+import time
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+CYCLES_PER_MS = 2e6  # Cycles of a card's clock in a millisecond, or a little more.
+
+
+def alternate(
+    calls: Iterable[Callable[[], object]], rounds: int, device: str, lead_ms: float = 0.0
+) -> list[list[float]]:
+    """Return the milliseconds of each call in each round.
+
+    CUDA is timed between events, so that the host may run ahead. The card begins each round
+    `lead_ms` later than the host, so that it need not wait for the host where that takes longer.
+    """
+    calls = tuple(calls)
+    rounds_of_marks = []
+    for _ in range(rounds):
+        if lead_ms and device == "cuda":
+            torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
+        marks = [_mark(device)]
+        for call in calls:
+            call()
+            marks.append(_mark(device))
+        rounds_of_marks.append(marks)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    spans = [
+        [
+            before.elapsed_time(after) if device == "cuda" else (after - before) * 1e3
+            for before, after in pairwise(marks)
+        ]
+        for marks in rounds_of_marks
+    ]
+    return [list(of_call) for of_call in zip(*spans)]
+
+
+def host_microseconds(calls: Iterable[Callable[[], object]], rounds: int) -> list[float]:
+    """Return the microseconds until each call returns, as the median of the rounds.
+
+    The card is idle when a round begins, and no call waits for it.
+    """
+    calls = tuple(calls)
+    spans: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        for call, own in zip(calls, spans):
+            started = time.perf_counter()
+            call()
+            own.append((time.perf_counter() - started) * 1e6)
+    torch.cuda.synchronize()
+    return [quantiles(own, 0.5)[0] for own in spans]
+
+
+def _mark(device: str) -> Any:
+    if device != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def quantiles(values: list[float], *levels: float) -> list[float]:
+    return torch.tensor(values).quantile(torch.tensor(levels)).tolist()
+
+
+def ratio(spans: list[float], to: list[float]) -> float:
+    """Return the median of the rounds' ratios.
+
+    Ratios are taken within a round, since clocks drift between rounds by more than what is
+    compared.
+    """
+    (median,) = quantiles([span / other for span, other in zip(spans, to, strict=True)], 0.5)
+    return median
