@@ -10,6 +10,7 @@ Modules, in the order of imports:
 * environment: versions, card and commit, for every table.
 * units: a number of bytes in the unit that suits it.
 * figures: the common look of figures.
+* tables: the common look of tables.
 * eager: the loss with all logits, which every tool compares with.
 * layers: shard a model over ranks by FSDP2, layer by layer.
 * demo: a small GPT and its training, with eager logits, lowtide's loss, or on several ranks.

@@ -10,7 +10,6 @@ Modules, in the order of imports:
 * host: `host`, what a call takes of the host.
 * steps: `steps`, of fine-tuning.
 * timeline: `memory-timeline`.
-* pictures: draw a CSV by its columns.
 * saved: `draw` and `compare`, of CSVs measured before.
 """
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lowtide.cli.bench.tables import CaseTable, Names, Out, Smoke, choose, names_option, print_tables
 from lowtide.cli.shared.parameters import DeviceOption, output_picture
@@ -13,11 +12,9 @@ from lowtide.tools.bench.attention.cases import ATTENTION_CASES
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS
 from lowtide.tools.bench.attention.real import RealCase, real_cases
 from lowtide.tools.bench.attention.real_table import REAL_PROVIDERS, REAL_ROWS, real_rows
-from lowtide.tools.bench.attention.real_table import draw as draw_real
 from lowtide.tools.bench.attention.rows import attention_rows
 from lowtide.tools.bench.attention.table import ATTENTION
-from lowtide.tools.bench.table import records
-from lowtide.tools.environment import Device, Environment, choose_device
+from lowtide.tools.environment import Device, choose_device
 
 
 def attention(
@@ -68,7 +65,7 @@ def attention(
     tables = []
     for one in cases:
         providers = [each for each in chosen if provider or each.name not in one.without]
-        tables.append(CaseTable(one, len(providers), attention_rows(one, providers)))
+        tables.append(CaseTable(one.name, len(providers), attention_rows(one, providers)))
     print_tables(tables, on, smoke, out, ATTENTION)
 
 
@@ -88,7 +85,4 @@ def _real(
         row for one in cases for row in real_rows(one, [*chosen, *(compiled if one in of_flex else [])])
     )
     total = len(cases) * len(chosen) + len(of_flex)
-    every = print_tables([CaseTable(cases[0], total, measured)], device, smoke, out, REAL_ROWS)
-    if plot is not None:
-        draw_real(records(every, Environment.of(device), REAL_ROWS), plot)
-        Console().print(f"picture: {plot}", soft_wrap=True)
+    print_tables([CaseTable(cases[0].name, total, measured)], device, smoke, out, REAL_ROWS, plot)

@@ -4,16 +4,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lowtide.cli.bench.tables import CaseTable, Names, Out, Smoke, choose, names_option, print_tables
 from lowtide.cli.shared.parameters import MOST_TOKENS, DeviceOption, output_picture, size_in_bytes
 from lowtide.tools.bench.heads.data import HEADS
 from lowtide.tools.bench.heads.rows import TOKENS, head_cases, head_providers, head_rows
 from lowtide.tools.bench.heads.table import HEAD_ROWS
-from lowtide.tools.bench.heads.table import draw as draw_heads
-from lowtide.tools.bench.table import records
-from lowtide.tools.environment import Device, Environment, choose_device
+from lowtide.tools.environment import Device, choose_device
 
 
 def heads(
@@ -58,11 +55,8 @@ def heads(
     providers = choose(head_providers(sizes), provider, smoke, "--provider")
     cases = head_cases(chosen, counts, on)
     measured = (row for case in cases for row in head_rows(case, providers))
-    table = CaseTable(cases[0], len(cases) * len(providers), measured)
-    every = print_tables([table], on, smoke, out, HEAD_ROWS)
-    if plot is not None:
-        draw_heads(records(every, Environment.of(on), HEAD_ROWS), plot)
-        Console().print(f"picture: {plot}", soft_wrap=True)
+    table = CaseTable(cases[0].name, len(cases) * len(providers), measured)
+    print_tables([table], on, smoke, out, HEAD_ROWS, plot)
 
 
 def _counts(words: str) -> list[int]:

@@ -1,16 +1,9 @@
 """Implement `lowtide bench host`: what a call takes of the host."""
 
-from typing import NamedTuple
-
 from lowtide.cli.bench.tables import CaseTable, Out, Smoke, print_tables
 from lowtide.cli.shared.parameters import DeviceOption
 from lowtide.tools.bench.host import ATTENTION_CALLS, CALLS, HOST, SHAPES, attention_host_rows, host_rows
 from lowtide.tools.environment import Device, choose_device
-
-
-class _Shape(NamedTuple):
-    name: str
-    smoke: bool | None = None
 
 
 def host(device: DeviceOption = Device.auto, smoke: Smoke = False, out: Out = None) -> None:
@@ -23,6 +16,6 @@ def host(device: DeviceOption = Device.auto, smoke: Smoke = False, out: Out = No
     on = choose_device(device)
     shapes = SHAPES["cpu" if smoke else on]
     calls = 3 if smoke else CALLS
-    tables = [CaseTable(_Shape(str(shape)), 6, host_rows(shape, on, calls)) for shape in shapes]
-    tables.append(CaseTable(_Shape("attention"), len(ATTENTION_CALLS[on]), attention_host_rows(on, calls)))
+    tables = [CaseTable(str(shape), 6, host_rows(shape, on, calls)) for shape in shapes]
+    tables.append(CaseTable("attention", len(ATTENTION_CALLS[on]), attention_host_rows(on, calls)))
     print_tables(tables, on, smoke, out, HOST)

@@ -112,7 +112,7 @@ def linear_cross_entropy(
         if tp is not None or fsdp is not None:
             cases = [divided(each, tokens=fsdp is not None) for each in cases]
         tables = [
-            CaseTable(each, len(providers), rows(each, providers, mode, budget_ms=budget_ms))
+            CaseTable(each.name, len(providers), rows(each, providers, mode, budget_ms=budget_ms))
             for each in cases
         ]
         print_tables(tables, on, smoke, out)
@@ -146,11 +146,11 @@ def options_(
     every = [entry for entries in by_mode.values() for entry in entries]
     chosen = {entry.name for entry in choose(every, option, smoke, "--option")}
     tables = []
-    for one_case in cases:
+    for one in cases:
         for one_mode, (plain, *others) in by_mode.items():
             entries = [entry for entry in (plain, *others) if entry.name in chosen]
             if entries:
-                tables.append(CaseTable(one_case, len(entries), rows(one_case, entries, one_mode, plain)))
+                tables.append(CaseTable(one.name, len(entries), rows(one, entries, one_mode, plain)))
     print_tables(tables, on, smoke, out)
 
 
@@ -171,7 +171,7 @@ def chunked_loss(
     cases = _cases(on, case, smoke, CHUNKED_CASE)
     every = chunked_entries(on)
     chosen = choose(every, entry, smoke, "--entry")
-    tables = [CaseTable(each, len(chosen), rows(each, chosen, Mode.STEP, every[0])) for each in cases]
+    tables = [CaseTable(each.name, len(chosen), rows(each, chosen, Mode.STEP, every[0])) for each in cases]
     print_tables(tables, on, smoke, out)
 
 

@@ -4,14 +4,21 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from lowtide.cli.bench.pictures import draw as draw_figure
 from lowtide.cli.shared.parameters import output_picture
+from lowtide.tools import figures, files
 from lowtide.tools.bench import compare as comparing
+from lowtide.tools.bench import draw as sweep
+from lowtide.tools.bench.attention import real_table
+from lowtide.tools.bench.heads import table as heads
+from lowtide.tools.tables import new_table
+
+RATIOS = {  # The columns that tell a file from others.
+    "heads": (("head", *heads.FLOORS), heads.draw),
+    "attention": (("best_of_torch", *real_table.RATIOS), real_table.draw),
+}
 
 
 def draw(
@@ -29,6 +36,19 @@ def draw(
     """
     draw_figure(rows, out)
     Console().print(f"figure: {out}", soft_wrap=True)
+
+
+def draw_figure(path: Path, out: Path) -> None:
+    """Draw the CSV at `path`; the same file gives the same picture."""
+    figures.check_picture(out)
+    with open(path, encoding="utf-8", errors="replace") as file:
+        columns = file.readline().strip().split(",")
+    for kind, (own, draw_records) in RATIOS.items():
+        if own[0] in columns:
+            needed = (*own, "card", "torch", "dtype", "lowtide", "provider", "status")
+            draw_records(files.read_table(path, needed, kind), out)
+            return
+    sweep.draw(path, out)
 
 
 def compare(
@@ -49,11 +69,7 @@ def compare(
     for line in found.surroundings:
         console.print(Text(line), soft_wrap=True)
     if changed:
-        table = Table(box=box.SIMPLE_HEAD)
-        table.add_column("row")
-        table.add_column("figure")
-        for heading in ("before", "after", "change"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        table = new_table(None, ("row", "figure"), ("before", "after", "change"))
         for one in changed:
             figures = (f"{one.before:,.6g}", f"{one.after:,.6g}", f"{one.percent:+.1f} %")
             table.add_row(Text(one.row), one.figure, *figures)

@@ -49,5 +49,5 @@ def steps(
         providers = choose(known, provider, smoke, "--provider")
         if fsdp is not None:
             chosen = [under_fsdp(each) for each in chosen]
-        tables = [CaseTable(each, len(providers), step_rows(each, providers)) for each in chosen]
+        tables = [CaseTable(each.name, len(providers), step_rows(each, providers)) for each in chosen]
         print_tables(tables, on, smoke, out, STEPS)

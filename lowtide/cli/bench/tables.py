@@ -1,4 +1,4 @@
-"""Measure rows and print them as tables: what the commands of `lowtide bench` share."""
+"""Measure, print, write and draw rows: what the commands of `lowtide bench` share."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from lowtide.cli.shared.parameters import output_file
-from lowtide.tools.bench.table import LOSS, CsvWriter, Format
+from lowtide.tools.bench.table import LOSS, CsvWriter, Format, records
 from lowtide.tools.environment import Environment
 from lowtide.tools.files import growing_file
 from lowtide.tools.ranks import is_first
@@ -40,36 +40,44 @@ def names_option(what: str, show_default: str = "all") -> Any:
 
 
 class CaseTable(NamedTuple):
-    case: Named
+    name: str
     total: int
     rows: Iterator[Any]  # Lazy: a row is measured, and its tensors made, when it is asked for.
 
 
 def print_tables(
-    tables: Sequence[CaseTable], device: str, smoke: bool, out: Path | None, form: Format = LOSS
-) -> list[Any]:
-    """Measure, print the tables and return all rows; a smoke run exits with 1 if a row failed."""
+    tables: Sequence[CaseTable],
+    device: str,
+    smoke: bool,
+    out: Path | None,
+    form: Format = LOSS,
+    plot: Path | None = None,
+) -> None:
+    """Measure, print the tables, and draw all rows; a smoke run exits with 1 if a row failed."""
     console = Console(quiet=not is_first())
     if not console.is_terminal:
         console.width = form.width
+    environment = Environment.of(device)
     every: list[Any] = []
     with contextlib.ExitStack() as stack:
         writer = None
         if out is not None and is_first():
-            writer = CsvWriter(stack.enter_context(growing_file(out)), Environment.of(device), form)
+            writer = CsvWriter(stack.enter_context(growing_file(out)), environment, form)
         for table in tables:
             measured: list[Any] = []
-            with console.status(table.case.name) as spinner:
+            with console.status(table.name) as spinner:
                 for row in table.rows:
                     measured.append(row)
                     if writer is not None:
                         writer.write(row)
-                    spinner.update(f"{table.case.name}: {len(measured)} of {table.total} rows")
+                    spinner.update(f"{table.name}: {len(measured)} of {table.total} rows")
             console.print(form.render(measured))
             every += measured
     if smoke and any(row.failed for row in every):
         raise typer.Exit(1)
-    return every
+    if plot is not None and form.draw is not None:
+        form.draw(records(every, environment, form), plot)
+        console.print(f"picture: {plot}", soft_wrap=True)
 
 
 def choose(known: Sequence[NamedT], names: Names, smoke: bool, option: str) -> list[NamedT]:

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from torch import Tensor
 
 import lowtide
@@ -25,6 +23,7 @@ from lowtide.tools.bench.table import Format, rounded
 from lowtide.tools.bench.timing import quantiles
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.environment import ENVIRONMENT, dtype_name
+from lowtide.tools.tables import new_table
 
 # (N, D, V): few and more tokens at a small head, and at Llama 3's.
 SHAPES = {
@@ -84,9 +83,7 @@ class HostRow:
     eager_forward_us: float
     eager_backward_us: float
 
-    @property
-    def failed(self) -> bool:
-        return False
+    failed = False  # of all rows: an error ends the run
 
 
 def host_rows(shape: tuple[int, int, int], device: str, calls: int = CALLS) -> Iterator[HostRow]:
@@ -217,10 +214,8 @@ def render(rows: Sequence[HostRow]) -> Group:
     """Return the table of one shape."""
     sizes = ", ".join(f"{name} {size}" for name, size in zip("NDV", rows[0].shape))
     title = sizes if len(rows[0].shape) == 3 else "Attention"
-    table = Table(title=f"{title}: microseconds of the host", box=box.SIMPLE_HEAD)
-    table.add_column("operator")
-    for heading in ("forward", "backward", "eager forward", "eager backward"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("forward", "backward", "eager forward", "eager backward")
+    table = new_table(f"{title}: microseconds of the host", ["operator"], headings)
     for row in rows:
         table.add_row(row.operator, *(f"{getattr(row, name):.0f}" for name in TIMES))
     return Group(table)

@@ -3,15 +3,15 @@
 import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from lowtide.tools.bench.measure import Row
 from lowtide.tools.environment import ENVIRONMENT, Environment, version
+from lowtide.tools.tables import new_table
 
 TIMES = ("ms", "ms_p20", "ms_p80", "floor_ms", "ratio")
 PLAIN = ("plain_ms", "over_plain")
@@ -34,6 +34,8 @@ class Format(NamedTuple):
     render: Callable[[Any], Group]
     width: int = 120
     """Columns of a file that is printed to, which has no width."""
+    draw: Callable[[Sequence[Mapping[str, str]], Path], None] | None = None
+    """Draw the records of a CSV to a file."""
 
 
 def records(rows: Iterable[Any], environment: Environment, form: Format) -> list[dict[str, str]]:
@@ -64,19 +66,26 @@ def record(row: Row) -> dict[str, object]:
         "classes": case.classes,
         "dtype": case.dtype_name,
         "mode": row.mode.value,
-        "provider": row.provider.name,
-        "version": version(row.provider.distribution),
-        "status": status(row),
-        "reason": row.reason,
         "workspace": row.provider.workspace,
         "logits": case.logits,
         "largest_logit": case.largest_logit,
+        **outcome(row),
     }
     if figures is not None:
         fields |= {name: getattr(figures, name) for name in (*TIMES, *PLAIN)}
         fields["peak_bytes"] = figures.peak_bytes
         fields |= zip(ERRORS, figures.errors)
     return rounded(fields)
+
+
+def outcome(row: Any) -> dict[str, str]:
+    """Return the columns of a provider, and of whether it ran."""
+    return {
+        "provider": row.provider.name,
+        "version": version(row.provider.distribution),
+        "status": status(row),
+        "reason": row.reason,
+    }
 
 
 def rounded(fields: Mapping[str, object]) -> dict[str, object]:
@@ -95,13 +104,11 @@ def render(rows: Sequence[Row]) -> Group:
     title = f"{case.name}: {case.shape}, {mode.value}"
     if case.largest_logit is not None:
         title += f", {case.logits} logits up to {case.largest_logit:.1f}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     # Options are timed beside the plain loss, and have no errors.
     options = any(row.figures and row.figures.plain_ms for row in rows)
     own = ("plain", "over plain") if options else ("loss err", "dX err", "dW err")
-    table.add_column("option" if options else "provider")
-    for heading in ("ms", "p20-p80", "floor", "ratio", "peak MiB", *own):
-        table.add_column(heading, justify="right", no_wrap=True)
+    names = ["option" if options else "provider"]
+    table = new_table(title, names, ("ms", "p20-p80", "floor", "ratio", "peak MiB", *own))
     for row in rows:
         if (figures := row.figures) is not None:
             plain, over = figures.plain_ms, figures.over_plain

@@ -61,7 +61,7 @@ def test_cases_and_providers_by_name(tmp_path):
 def test_longest_cases_by_name_only(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        attention, "print_tables", lambda tables, *rest: seen.extend(one.case.name for one in tables)
+        attention, "print_tables", lambda tables, *rest: seen.extend(one.name for one in tables)
     )
     monkeypatch.setattr(attention, "choose_device", lambda device: "cuda")
     assert invoke().exit_code == 0

@@ -166,7 +166,7 @@ def test_sweep_default_providers_and_case(monkeypatch):
     for more in ([], ["--case", "smoke-cpu", "--case", "cpu", "--provider", "liger-fp32"]):
         chosen = ["linear-cross-entropy", "--device", "cpu", "--sweep", "classes", *more]
         assert lowtide_bench(*chosen).exit_code == 0
-    assert [table.case.name for table in seen[:5]] == [
+    assert [table.name for table in seen[:5]] == [
         *(f"cpu-small-classes-{size}" for size in (1024, 2048, 4096)),
         "cpu-small",
         "cpu-small-classes-16384",
@@ -237,9 +237,7 @@ def test_options_one_mode_other_workspace(tmp_path):
 
 def test_options_default_case(monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        loss, "print_tables", lambda tables, *rest: seen.extend(one.case.name for one in tables)
-    )
+    monkeypatch.setattr(loss, "print_tables", lambda tables, *rest: seen.extend(one.name for one in tables))
     assert options().exit_code == 0
     assert seen == ["cpu-small", "cpu-small"], "a table a mode"
     assert {loss.OPTIONS_CASE[case.device] for case in CASES} <= {case.name for case in CASES}

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from lowtide.cli.bench.pictures import draw as draw_file
+from lowtide.cli.bench.saved import draw_figure as draw_file
 from lowtide.tools.bench import measure
 from lowtide.tools.bench.cases import LossCase, Mode
 from lowtide.tools.bench.heads.data import HEADS

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from lowtide.tools.bench.attention import table
@@ -23,6 +21,7 @@ from lowtide.tools.bench.measure import SWEEP_BUDGET_MS
 from lowtide.tools.bench.table import Format, reasons, rounded
 from lowtide.tools.environment import dtype_name
 from lowtide.tools.errors import UserError
+from lowtide.tools.tables import new_table
 from lowtide.tools.units import readable
 
 TORCH = ("sdpa", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "varlen")
@@ -51,9 +50,7 @@ def real_rows(case: RealCase, providers: Iterable[AttentionProvider]) -> Iterato
     found = list(attention_rows(case, providers, SWEEP_BUDGET_MS))
     torchs = [row for row in found if row.figures is not None and row.provider.name in TORCH]
     best = min(torchs, key=lambda row: _figures(row).ms, default=None)
-    for row in found:
-        fields = row.provider, row.figures, row.engine, row.reason, row.failed, row.way
-        yield RealRow(case, *fields, best)
+    yield from (RealRow(**vars(row), best=best) for row in found)
 
 
 def _figures(row: AttentionRow) -> AttentionFigures:
@@ -76,12 +73,10 @@ def record(row: RealRow) -> dict[str, object]:
 def render(rows: Sequence[RealRow]) -> Group:
     """Return a line for each case, with a cell for each provider; of torch's the quickest."""
     ran = [row for row in rows if row.figures is not None]
-    shown = Table(
-        title="forward / backward: ratio of times to torch's quickest kernel, ms, peak beyond gradients,"
+    shown = new_table(
+        "forward / backward: ratio of times to torch's quickest kernel, ms, peak beyond gradients,"
         " largest error, host us",
         caption="* quicker than torch in both passes",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
     )
     others = [name for name in dict.fromkeys(row.provider.name for row in ran) if name not in TORCH]
     for heading in ("case", "shape", "way of lowtide", "torch", *others):
@@ -140,4 +135,4 @@ def draw(records: Sequence[Mapping[str, str]], path: Path) -> None:
     draw_dots(panels, cases, title, ran, path)
 
 
-REAL_ROWS = Format(COLUMNS, record, render, width=200)
+REAL_ROWS = Format(COLUMNS, record, render, 200, draw)

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 
 from lowtide.tools.bench.attention.rows import AttentionFigures, AttentionRow, Pass
-from lowtide.tools.bench.table import Format, reasons, rounded, status
-from lowtide.tools.environment import ENVIRONMENT, version
+from lowtide.tools.bench.table import Format, outcome, reasons, rounded
+from lowtide.tools.environment import ENVIRONMENT
+from lowtide.tools.tables import new_table
 
 PASS = ("ms", "ms_p20", "ms_p80", "tflops", "ratio")
 HOST = ("forward_host_us", "backward_host_us")
@@ -39,12 +38,9 @@ def record(row: AttentionRow) -> dict[str, object]:
         "features": case.K,
         "dtype": case.dtype_name,
         "options": case.options,
-        "provider": row.provider.name,
-        "version": version(row.provider.distribution),
         "engine": row.engine,
-        "status": status(row),
-        "reason": row.reason,
         "way": row.way,
+        **outcome(row),
     }
     if figures is not None:
         for name, own in (("forward", figures.forward), ("backward", figures.backward)):
@@ -59,11 +55,9 @@ def record(row: AttentionRow) -> dict[str, object]:
 def render(rows: Sequence[AttentionRow]) -> Group:
     """Return the table of one case, with the providers that did not run and their reasons below."""
     case = rows[0].case
-    table = Table(title=f"{case.name}: {case.shape}", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("provider")
     rates = ("fwd ms", "bwd ms", "fwd TFLOP/s", "bwd TFLOP/s", "of best peer")
-    for heading in (*rates, "peak MiB", "out err", "grad err"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = (*rates, "peak MiB", "out err", "grad err")
+    table = new_table(f"{case.name}: {case.shape}", ["provider"], headings)
     for row in rows:
         if row.figures is not None:
             ran = f" ({row.engine})" if row.engine and not row.provider.name.endswith(row.engine) else ""

@@ -6,6 +6,7 @@ Legend: N tokens, D features, V classes.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -65,12 +66,11 @@ def _suffix(workspace: int | None) -> str:
 def head_rows(case: HeadCase, providers: Iterable[Provider]) -> Iterator[HeadRow]:
     for row in rows(case, providers, Mode.STEP, budget_ms=SWEEP_BUDGET_MS):
         ours = row.provider.distribution == "lowtide" and row.figures is not None
-        way = _way(case, row.provider.workspace) if ours else ()
-        yield HeadRow(case, row.mode, row.provider, row.figures, row.reason, row.failed, *way)
+        yield HeadRow(**vars(row), **(_way(case, row.provider.workspace) if ours else {}))
 
 
-def _way(case: HeadCase, workspace: int | None) -> tuple[str, str, float]:
-    """Return engine and chunks, in the words of `lowtide doctor`, and the ratio it predicts."""
+def _way(case: HeadCase, workspace: int | None) -> dict[str, Any]:
+    """Return what `lowtide doctor` says of the call, by the fields of a row."""
     call = AskedLossCall(
         *(case.tokens, case.features, case.classes),
         dtype=case.dtype,
@@ -80,4 +80,5 @@ def _way(case: HeadCase, workspace: int | None) -> tuple[str, str, float]:
     )
     found = call.describe()
     predicted = call.predicted(IGNORED_FRACTION)
-    return found["engine"], found["rows"], math.nan if predicted is None else predicted[1]
+    ratio = {} if predicted is None else {"predicted_ratio": predicted[1]}
+    return {"engine": found["engine"], "chunks": found["rows"], **ratio}

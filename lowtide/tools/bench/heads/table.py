@@ -8,9 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from lowtide.tools.bench import table
@@ -22,22 +20,13 @@ from lowtide.tools.bench.timing import quantiles
 from lowtide.tools.bench.truth import truth_dtype
 from lowtide.tools.environment import dtype_name
 from lowtide.tools.errors import UserError
+from lowtide.tools.tables import new_table
 from lowtide.tools.units import readable
 
 FLOORS = ("aligned_floor_ms", "aligned_ratio")
 COLUMNS = (
-    *table.COLUMNS,
-    *(
-        "head",
-        "tied",
-        "softcap",
-        "source",
-        "engine",
-        "chunks",
-        "predicted_ratio",
-        *FLOORS,
-        "truth",
-    ),
+    *(*table.COLUMNS, "head", "tied", "softcap", "source", "engine", "chunks"),
+    *("predicted_ratio", *FLOORS, "truth"),
 )
 
 
@@ -62,11 +51,9 @@ def render(rows: Sequence[HeadRow]) -> Group:
     """Return a line for each head and number of tokens, with a cell for each provider."""
     ran = [row for row in rows if row.figures is not None]
     providers = list(dict.fromkeys(row.provider.name for row in ran))
-    shown = Table(
-        title="ratio to the aligned floor, time; peak beyond gradients, larger error of dX and dW",
+    shown = new_table(
+        "ratio to the aligned floor, time; peak beyond gradients, larger error of dX and dW",
         caption="bold*: the best; floor: of features and classes rounded up to 8, and as they are",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
     )
     for heading in ("head", "D x V", "N", "floor ms", "engine", *providers):
         shown.add_column(heading, no_wrap=True)
@@ -127,4 +114,4 @@ def draw(records: Sequence[Mapping[str, str]], path: Path) -> None:
     draw_dots(list(panels.values()), heads, title, ran, path)
 
 
-HEAD_ROWS = Format(COLUMNS, record, render, width=200)
+HEAD_ROWS = Format(COLUMNS, record, render, 200, draw)

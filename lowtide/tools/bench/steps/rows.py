@@ -18,9 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from torch import Tensor, nn
 
 import lowtide
@@ -29,11 +27,12 @@ from lowtide.memory import peak_memory
 from lowtide.tools.bench.measure import attempted
 from lowtide.tools.bench.providers import Unavailable
 from lowtide.tools.bench.steps.cases import StepCase
-from lowtide.tools.bench.table import Format, reasons, rounded, status
+from lowtide.tools.bench.table import Format, outcome, reasons, rounded
 from lowtide.tools.bench.timing import alternate, quantiles, ratio
-from lowtide.tools.environment import ENVIRONMENT, dtype_name, version
+from lowtide.tools.environment import ENVIRONMENT, dtype_name
 from lowtide.tools.errors import UserError
 from lowtide.tools.layers import shard_layers
+from lowtide.tools.tables import new_table
 
 ROUNDS = 5
 
@@ -248,10 +247,7 @@ def record(row: StepRow) -> dict[str, object]:
         "dtype": dtype_name(case.dtype),
         "optimizer": "adamw",
         "checkpointing": True,
-        "provider": row.provider.name,
-        "version": version(row.provider.distribution),
-        "status": status(row),
-        "reason": row.reason,
+        **outcome(row),
     }
     return rounded(fields | (row.figures._asdict() if row.figures else {}))
 
@@ -263,10 +259,8 @@ def render(rows: Sequence[StepRow]) -> Group:
     title = f"{case.name}: {billions:.2f} billion parameters, {case.batch} x {case.length} tokens"
     if case.ranks is not None:
         title += f" on each of {case.ranks} ranks"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("provider")
-    for heading in ("ms", "p20-p80", "ratio", "tokens/s", "peak GiB", "loss"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("ms", "p20-p80", "ratio", "tokens/s", "peak GiB", "loss")
+    table = new_table(title, ["provider"], headings)
     for row in rows:
         if (figures := row.figures) is not None:
             table.add_row(

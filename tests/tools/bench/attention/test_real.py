@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from lowtide.cli.bench.pictures import draw as draw_file
+from lowtide.cli.bench.saved import draw_figure as draw_file
 from lowtide.tools.bench.attention import rows as attention
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS, AttentionProvider, own_choice
 from lowtide.tools.bench.attention.real import REAL_CASES, real_cases
