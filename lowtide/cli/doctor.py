@@ -21,7 +21,7 @@ from lowtide.tools.doctor import selftest as selftest_of_calls
 from lowtide.tools.doctor.attention import Layout, Mask
 from lowtide.tools.doctor.cpu import cpu
 from lowtide.tools.doctor.environment import environment
-from lowtide.tools.environment import AnyDevice, choose_any_device, dtype_name
+from lowtide.tools.environment import AnyDevice, choose_device, dtype_name
 
 
 class DType(str, Enum):
@@ -72,7 +72,7 @@ def doctor(
     elif context.invoked_subcommand is not None:
         raise typer.BadParameter("runs by itself, without a command", param_hint="--selftest")
     else:
-        raise typer.Exit(_selftest(choose_any_device(device)))
+        raise typer.Exit(_selftest(choose_device(device)))
     if context.invoked_subcommand is None:
         console = _console()
         N, D, V = of_loss.USUAL
@@ -289,7 +289,7 @@ def _console() -> Console:
 
 def _device(device: AnyDevice) -> str:
     """Return the device to describe; this machine need not have it."""
-    return choose_any_device(device) if device is AnyDevice.auto else device.value
+    return choose_device(device) if device is AnyDevice.auto else device.value
 
 
 def _shape(words: str, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ Modules, in the order of imports:
 * figures: the common look of figures.
 * tables: the common look of tables.
 * eager: the loss with all logits, which every tool compares with.
-* layers: shard a model over ranks by FSDP2, layer by layer.
+* layers: shard or checkpoint a model's layers; group parameters for an optimizer.
 * demo: a small GPT and its training, with eager logits, lowtide's loss, or on several ranks.
 * estimate: the peak memory of a training step, computed on fake tensors.
 * profile: memory over time, recorded from the allocator.

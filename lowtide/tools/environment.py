@@ -68,16 +68,6 @@ def launcher() -> list[str]:
     return ["torchrun", f"--nproc-per-node={world_size()}", "-m", "lowtide"]
 
 
-def choose_device(asked: Device) -> str:
-    if asked is Device.cuda and not torch.cuda.is_available():
-        raise UserError(
-            "--device cuda: torch sees no CUDA device here; leave --device out to train on the CPU"
-        )
-    if asked is Device.auto:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked.value
-
-
 def present(device: str) -> bool:
     """Return True if torch sees such a device on this machine."""
     asked = {
@@ -88,15 +78,16 @@ def present(device: str) -> bool:
     return device == "cpu" or asked[device]()
 
 
-def choose_any_device(asked: AnyDevice) -> str:
+def choose_device(asked: Device | AnyDevice) -> str:
     """Return the device that was asked for; for auto the first that is not the CPU, if any."""
-    if asked is AnyDevice.auto:
-        return next((name for name in ("cuda", "mps", "xpu") if present(name)), "cpu")
-    if not present(asked.value):
-        raise UserError(
-            f"--device {asked.value}: torch sees no {asked.value} device here; leave --device out"
-        )
-    return asked.value
+    name = asked.value
+    if name == "auto":
+        others = (each.value for each in type(asked) if each.value not in ("auto", "cpu"))
+        return next(filter(present, others), "cpu")
+    if not present(name):
+        kind = name.replace("cuda", "CUDA")
+        raise UserError(f"--device {name}: torch sees no {kind} device here; leave --device out")
+    return name
 
 
 def dtype_name(dtype: torch.dtype) -> str:

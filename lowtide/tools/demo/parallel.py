@@ -3,7 +3,6 @@
 Seed, batches and steps are those of one process, so that the loss is, up to rounding.
 """
 
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lowtide import shard_head
+from lowtide.core.collectives import is_dtensor
 from lowtide.tools.demo.config import Parallel
 from lowtide.tools.demo.model import GPT
 from lowtide.tools.demo.trainer import Trainer
@@ -42,11 +42,6 @@ class RanksTrainer(Trainer):
         fully_shard(model, mesh=mesh, ignored_params=own)
         return model
 
-    def groups(self) -> list[dict[str, Any]]:
-        """Return divided and whole parameters apart: torch's operations take no lists of both."""
-        by_kind = sorted(self.model.parameters(), key=is_divided)
-        return [{"params": [*each]} for _, each in groupby(by_kind, is_divided)]
-
     def batch(self, ids: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return this rank's sequences; under tensor parallelism all of them."""
         tokens, targets = super().batch(ids, number)
@@ -58,7 +53,7 @@ class RanksTrainer(Trainer):
     def clip_gradients(self) -> None:
         groups = [group["params"] for group in self.optimizer.param_groups]
         norms = [torch.nn.utils.get_total_norm([each.grad for each in group]) for group in groups]
-        total = torch.stack([each.full_tensor() if is_divided(each) else each for each in norms]).norm()
+        total = torch.stack([each.full_tensor() if is_dtensor(each) else each for each in norms]).norm()
         for group in groups:
             torch.nn.utils.clip_grads_with_norm_(group, 1.0, total)
 
@@ -89,7 +84,3 @@ def divide(model: GPT, mesh: DeviceMesh) -> None:
         parallelize_module(block.mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     # The loss takes the weight alone; the sample takes logits, whole ones.
     parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
-
-
-def is_divided(tensor: Tensor) -> bool:
-    return isinstance(tensor, DTensor)

@@ -18,6 +18,7 @@ from lowtide.tools.demo.data import Corpus, batch
 from lowtide.tools.demo.model import GPT
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.errors import UserError
+from lowtide.tools.layers import parameter_groups
 from lowtide.tools.ranks import from_first, is_first
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.csv"
@@ -59,18 +60,15 @@ class Trainer:
         self.config, self.corpus = config, corpus
         self.loss = LOSSES[config.loss]
         self.model = self.built()
+        groups = parameter_groups(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
-            self.groups(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+            groups, lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.history: list[Step] = []
 
     def built(self) -> GPT:
         config = self.config
         return GPT(config.vocab_size, config.width, config.depth, config.tied).to(config.device)
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups of parameters."""
-        return [{"params": [*self.model.parameters()]}]
 
     def step(self) -> None:
         number = len(self.history)

@@ -26,6 +26,7 @@ from lowtide.tools.demo.model import GPT
 from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.offline import plain, stay_offline
 from lowtide.tools.estimate.setting import Dtype, Setting
+from lowtide.tools.layers import checkpoint_layers
 
 BUILT_IN = {f"demo-{device}": sizes for device, sizes in SIZES.items()}
 BUILT_IN_CLASSES = 32_768
@@ -111,11 +112,7 @@ def _from_file(setting: Setting) -> EstimatedModel:
             f"{path}: transformers builds no {kind} with these values ({_in_a_line(problem)})"
         ) from problem
     if setting.checkpointing:
-        # Before transformers 5.20 or so the method has the second name.
-        enable = (
-            getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
-        )
-        enable({"use_reentrant": False})
+        checkpoint_layers(module)
 
     def loss(tokens_BT: Tensor) -> Tensor:
         try:

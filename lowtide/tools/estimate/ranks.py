@@ -1,6 +1,6 @@
-"""Make one process the first of many ranks; the other ranks do not exist.
+"""Make one process the first of many ranks, and shard a model over them by FSDP2.
 
-torch's fake process group moves nothing.
+The other ranks do not exist: torch's fake process group moves nothing.
 """
 
 import contextlib
@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.tools.errors import UserError
-from lowtide.tools.estimate.setting import Setting
+from lowtide.tools.estimate.setting import Loss, Optimizer, Setting
+from lowtide.tools.layers import shard_layers
 
 
 @contextlib.contextmanager
@@ -40,6 +43,22 @@ def mesh_of(setting: Setting, name: str) -> Any:
             return init_device_mesh("cpu", (setting.ranks,))
         names = ("fsdp", "tp")
         return init_device_mesh("cpu", (setting.fsdp, setting.tp), mesh_dim_names=names)[name]
+
+
+def shard(module: nn.Module, setting: Setting, loss: Loss) -> None:
+    """Shard each layer, then what is left, over ranks with tokens of their own.
+
+    With `shard_head` lowtide's loss leaves the head's classes divided.
+    """
+    if setting.optimizer is Optimizer.adafactor:
+        raise UserError(
+            "--fsdp: torch's Adafactor cannot step sharded parameters: give --optimizer adamw or sgd"
+        )
+    shards_head = setting.shard_head and loss is Loss.lowtide
+    try:
+        shard_layers(module, mesh_of(setting, "fsdp"), shards_head=shards_head)
+    except (ArgumentError, ArgumentTypeError) as reason:  # the head cannot be sharded
+        raise UserError(f"{setting.model}: --shard-head: {reason}") from reason
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
 
 import torch
 from torch import nn
 
 from lowtide.core.collectives import is_dtensor
+from lowtide.tools.layers import parameter_groups
 
 
 class Dtype(str, Enum):
@@ -33,13 +33,12 @@ class Optimizer(str, Enum):
 
     def of(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer, fused where torch can: no temporaries of the model's size."""
-        by_kind = sorted(parameters, key=is_dtensor)
-        # In groups: torch's operations take no list of both divided and whole parameters.
-        groups = [{"params": [*each]} for _, each in groupby(by_kind, is_dtensor)]
+        parameters = [*parameters]
+        groups = parameter_groups(parameters)
         if self is Optimizer.adamw:
             return torch.optim.AdamW(groups, fused=True)
         if self is Optimizer.sgd:
-            fused = not any(map(is_dtensor, by_kind))  # torch has no fused SGD for DTensors
+            fused = not any(map(is_dtensor, parameters))  # torch has no fused SGD for DTensors
             return torch.optim.SGD(groups, lr=1e-3, momentum=0.9, fused=fused)
         return torch.optim.Adafactor(groups, foreach=False)
 

@@ -15,9 +15,8 @@ from torch.autograd.graph import get_gradient_edge
 from lowtide import defer_logits
 from lowtide.core.pending_gradient import finishing_as_eager
 from lowtide.tools.estimate.cuda import Functions, OperatorMemory
-from lowtide.tools.estimate.fsdp import shard
 from lowtide.tools.estimate.model import EstimatedModel, fake, masks_as_on_data
-from lowtide.tools.estimate.ranks import imagined
+from lowtide.tools.estimate.ranks import imagined, shard
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.tensor_parallel import divide
 from lowtide.tools.estimate.tracker import OPTIMIZER, Tracker

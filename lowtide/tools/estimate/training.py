@@ -8,8 +8,8 @@ import torch
 
 from lowtide import defer_logits
 from lowtide.tools.errors import UserError
-from lowtide.tools.estimate.fsdp import shard
 from lowtide.tools.estimate.model import EstimatedModel, build
+from lowtide.tools.estimate.ranks import shard
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.tensor_parallel import divide
 

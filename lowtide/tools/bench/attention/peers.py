@@ -3,14 +3,13 @@
 Legend: B batches, H query heads, G key heads, M queries, N keys, K features of keys, E of values.
 """
 
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
-from lowtide.tools.bench.attention.torch_kernels import refuse
+from lowtide.tools.bench.attention.torch_kernels import packed, refuse
 from lowtide.tools.bench.providers import Unavailable, cuda_module
 
 
@@ -58,11 +57,4 @@ def flash_attn(case: AttentionCase) -> Attention:
     }
     if not case.lengths:
         return lambda inputs: module.flash_attn_func(*inputs[:3], **options)  # type: ignore[no-any-return]
-    starts = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32, device=case.device)
-    longest = max(case.lengths)
-
-    def run(inputs: Inputs) -> Tensor:
-        packed = (each[0] for each in inputs[:3])
-        return module.flash_attn_varlen_func(*packed, starts, starts, longest, longest, **options)[None]  # type: ignore[no-any-return]
-
-    return run
+    return packed(module.flash_attn_varlen_func, case, options)

@@ -6,6 +6,7 @@ Legend: B batches, H query heads, G key heads, M queries, N keys, K features of 
 import importlib
 import inspect
 import warnings
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -108,12 +109,17 @@ def varlen(case: AttentionCase) -> Attention:
     shared = case.key_heads != case.H
     if shared and "enable_gqa" in takes:
         options["enable_gqa"] = True
+    return packed(attend, case, options)
+
+
+def packed(attend: Callable[..., Tensor], case: AttentionCase, options: dict[str, Any]) -> Attention:
+    """Return `attend` of the sequences of a case, which lie one after the other."""
     starts = torch.tensor((0, *accumulate(case.lengths)), dtype=torch.int32, device=case.device)
     longest = max(case.lengths)
 
     def run(inputs: Inputs) -> Tensor:
-        packed = (each[0] for each in inputs[:3])
-        return attend(*packed, starts, starts, longest, longest, **options)[None]  # type: ignore[no-any-return]
+        tensors = (each[0] for each in inputs[:3])
+        return attend(*tensors, starts, starts, longest, longest, **options)[None]
 
     return run
 

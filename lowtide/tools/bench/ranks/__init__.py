@@ -2,8 +2,8 @@
 
 Modules:
 
+* loss_parallel: the loss of torch's loss_parallel.
 * tensor_parallel: a head whose classes are divided over ranks that have the same tokens.
-* loss_parallel: the loss of torch's loss_parallel, one of these.
 * fsdp: a head that FSDP2 shards, or that `lowtide.shard_head` divides, on ranks with tokens of
   their own.
 """

@@ -48,17 +48,15 @@ class ShardedHead:
 
 def sharded_head(case: LossCase, weight_VD: Tensor, shards_head: bool) -> nn.Linear:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     V, D = weight_VD.shape
     head = nn.Linear(D, V, bias=False, device="meta")
     head.weight = nn.Parameter(weight_VD.to(torch.float32, copy=True))
-    policy = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh(case.device, (case.ranks,))
     if shards_head:
         lowtide.shard_head(head, mesh, head=head)
     else:
-        shard_layers(head, mesh, shards_head=False, policy=policy)
+        shard_layers(head, mesh, shards_head=False, dtype=case.dtype)
     return head
 
 

@@ -16,7 +16,8 @@ from lowtide.core.collectives import Group
 from lowtide.ops.linear_cross_entropy.operator import signatures
 from lowtide.ops.linear_cross_entropy.ranks.messages import MESSAGE_BYTES
 from lowtide.tools.bench.cases import Inputs, LossCase
-from lowtide.tools.bench.providers import PROVIDERS, Loss, Provider, TimedCall, lowtide_provider
+from lowtide.tools.bench.providers import PROVIDERS, Provider, TimedCall, lowtide_provider
+from lowtide.tools.bench.ranks.loss_parallel import loss_parallel_of
 
 
 class WithoutCollectives(Provider):
@@ -63,15 +64,8 @@ def without_collectives(calls: dict[Any, Any]) -> Iterator[None]:
         Group._begin, signatures._calls = own_begin, own_calls  # type: ignore[method-assign]
 
 
-def _loss_parallel(case: LossCase) -> Loss:
-    from lowtide.tools.bench.ranks.loss_parallel import loss_parallel_of
-
-    loss: Loss = loss_parallel_of(case)
-    return loss
-
-
 DIVIDED = (
     *(provider for provider in PROVIDERS if provider.distribution == "lowtide"),
     WithoutCollectives("lowtide-no-collectives", "lowtide", lowtide_provider("lowtide", None).load),
-    Provider("loss-parallel", "torch", _loss_parallel),
+    Provider("loss-parallel", "torch", loss_parallel_of),
 )

@@ -31,7 +31,7 @@ from lowtide.tools.bench.table import Format, outcome, reasons, rounded
 from lowtide.tools.bench.timing import alternate, quantiles, ratio
 from lowtide.tools.environment import ENVIRONMENT, dtype_name
 from lowtide.tools.errors import UserError
-from lowtide.tools.layers import shard_layers
+from lowtide.tools.layers import checkpoint_layers, shard_layers
 from lowtide.tools.tables import new_table
 
 ROUNDS = 5
@@ -209,15 +209,12 @@ def _training(case: StepCase, shards_head: bool) -> Training:
         dtype = case.dtype if case.ranks is None else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.train()
-    enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23
-    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    checkpoint_layers(model)
     if case.ranks is not None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy
 
         mesh = init_device_mesh(case.device, (case.ranks,))
-        policy = MixedPrecisionPolicy(param_dtype=case.dtype, reduce_dtype=torch.float32)
-        shard_layers(model, mesh, shards_head=shards_head, policy=policy)
+        shard_layers(model, mesh, shards_head=shards_head, dtype=case.dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
 
