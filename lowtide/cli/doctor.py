@@ -1,19 +1,23 @@
 """Implement `lowtide doctor`: report what this machine has, and how it computes a call."""
 
 import time
-from collections.abc import Mapping
-from enum import Enum
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.shared.errors import Commands
-from lowtide.cli.shared.parameters import refuse_given
+from lowtide.cli.shared.parameters import (
+    Argument,
+    Autocast,
+    Bias,
+    DType,
+    Reduction,
+    Softcap,
+    refuse_given,
+)
 from lowtide.cli.shared.parameters import workspace as workspace_option
 from lowtide.tools.doctor import attention as of_attention
 from lowtide.tools.doctor import linear_cross_entropy as of_loss
@@ -22,26 +26,18 @@ from lowtide.tools.doctor.attention import Layout, Mask
 from lowtide.tools.doctor.cpu import cpu
 from lowtide.tools.doctor.environment import environment
 from lowtide.tools.environment import AnyDevice, choose_device, dtype_name
-
-
-class DType(str, Enum):
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-    float64 = "float64"
-
-    @property
-    def torch(self) -> torch.dtype:
-        return getattr(torch, self.value)  # type: ignore[no-any-return]
-
-
-Dtype = Annotated[DType, typer.Option(help="The dtype of the tensors.")]
-Softcap = Annotated[float | None, typer.Option(help="Soft cap of the scores or logits.", show_default="none")]
-Backend = Annotated[str, typer.Option(help="The argument of the call.")]
-DeviceOption = Annotated[AnyDevice, typer.Option(help="Auto: the GPU if there is one.")]
+from lowtide.tools.tables import new_table
 
 MOST_SIZE = 2**31 - 1
-STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "title_justify": "left"}
+
+Dtype = Annotated[DType, typer.Option(help="The dtype of the tensors.")]
+Backend = Annotated[str, Argument]
+DeviceOption = Annotated[AnyDevice, typer.Option(help="Auto: the GPU if there is one.")]
+
+
+def _size(help: str | None, least: int = 0, show_default: bool | str = True) -> Any:
+    return typer.Option(min=least, max=MOST_SIZE, help=help, show_default=show_default)
+
 
 app = typer.Typer(cls=Commands, invoke_without_command=True)
 
@@ -76,41 +72,25 @@ def doctor(
     if context.invoked_subcommand is None:
         console = _console()
         N, D, V = of_loss.USUAL
-        losses = Table(title=f"linear_cross_entropy, {N:,} x {D:,} x {V:,}, backend='auto'", **STYLE)
-        for heading in ("call", "engine", "kernels", "why"):
-            losses.add_column(heading)
-        for line in of_loss.table():
-            losses.add_row(*map(Text, line))
-        console.print(losses)
+        title = f"linear_cross_entropy, {N:,} x {D:,} x {V:,}, backend='auto'"
+        _print_lines(console, title, ("call", "engine", "kernels", "why"), of_loss.table())
         _print(console, "This CPU", cpu())
         _print(console, "This machine", environment())
-        table = Table(title="memory_efficient_attention, backend='auto'", **STYLE)
-        for heading in ("call", "on the CPU", "on CUDA"):
-            table.add_column(heading)
-        for row in of_attention.table():
-            table.add_row(*row)
-        console.print(table)
+        title = "memory_efficient_attention, backend='auto'"
+        _print_lines(console, title, ("call", "on the CPU", "on CUDA"), of_attention.table())
 
 
 @app.command("attention")
 def attention(
     context: typer.Context,
-    batch: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="B: sequences.")] = 1,
-    queries: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="M: queries in a sequence.")] = 4096,
-    keys: Annotated[
-        int | None,
-        typer.Option(min=0, max=MOST_SIZE, help="N: keys in a sequence.", show_default="as many as queries"),
-    ] = None,
-    heads: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="H: heads of the queries.")] = 16,
-    key_heads: Annotated[
-        int | None, typer.Option(min=0, max=MOST_SIZE, show_default="as many as heads")
-    ] = None,
-    features: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="K: features of a head.")] = 64,
+    batch: Annotated[int, _size("B: sequences.")] = 1,
+    queries: Annotated[int, _size("M: queries in a sequence.")] = 4096,
+    keys: Annotated[int | None, _size("N: keys in a sequence.", show_default="as many as queries")] = None,
+    heads: Annotated[int, _size("H: heads of the queries.")] = 16,
+    key_heads: Annotated[int | None, _size(None, show_default="as many as heads")] = None,
+    features: Annotated[int, _size("K: features of a head.")] = 64,
     value_features: Annotated[
-        int | None,
-        typer.Option(
-            min=0, max=MOST_SIZE, help="E: features of a value.", show_default="as many as features"
-        ),
+        int | None, _size("E: features of a value.", show_default="as many as features")
     ] = None,
     dtype: Dtype = DType.bfloat16,
     device: DeviceOption = AnyDevice.auto,
@@ -168,51 +148,42 @@ def attention(
 
 @app.command("linear-cross-entropy")
 def linear_cross_entropy(
-    tokens: Annotated[int, typer.Option(min=0, max=MOST_SIZE, help="N.")] = 8192,
-    features: Annotated[int, typer.Option(min=1, max=MOST_SIZE, help="D.")] = 4096,
-    classes: Annotated[int, typer.Option(min=1, max=MOST_SIZE, help="V.")] = 128_256,
+    tokens: Annotated[int, _size("N.")] = 8192,
+    features: Annotated[int, _size("D.", 1)] = 4096,
+    classes: Annotated[int, _size("V.", 1)] = 128_256,
     dtype: Dtype = DType.bfloat16,
     device: DeviceOption = AnyDevice.auto,
-    bias: Annotated[bool, typer.Option("--bias", help="With a bias of the classes.")] = False,
+    bias: Bias = False,
     gradients: Annotated[bool, typer.Option(help="Whether the call needs gradients.")] = True,
     softcap: Softcap = None,
-    label_smoothing: Annotated[float, typer.Option(help="The argument of the call.")] = 0.0,
+    label_smoothing: Annotated[float, Argument] = 0.0,
     logit_scale: Annotated[float | None, typer.Option(show_default="none")] = None,
-    z_loss: Annotated[float, typer.Option(help="The argument of the call.")] = 0.0,
+    z_loss: Annotated[float, Argument] = 0.0,
     weight: Annotated[bool, typer.Option("--weight", help="With class weights.")] = False,
     row_weight: Annotated[
         bool, typer.Option("--row-weight", help="With weights of rows; they change no plan.")
     ] = False,
-    reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
+    reduction: Reduction = "mean",
     workspace: Annotated[int | None, workspace_option("What the call may hold")] = None,
     backend: Backend = "auto",
-    autocast: Annotated[
-        DType | None, typer.Option(help="Autocast to this dtype.", show_default="none")
-    ] = None,
+    autocast: Autocast = None,
     probabilities: Annotated[
         DType | None,
         typer.Option(help="The dtype of targets that are probabilities.", show_default="class indices"),
     ] = None,
     ranks: Annotated[
         int,
-        typer.Option(
-            min=1,
-            max=MOST_SIZE,
-            help="Ranks that the classes are divided over, by a DTensor, by group=, or by shard_head (then "
+        _size(
+            "Ranks that the classes are divided over, by a DTensor, by group=, or by shard_head (then "
             "with --tokens-sharded).",
+            1,
         ),
     ] = 1,
     tokens_sharded: Annotated[
         bool, typer.Option("--tokens-sharded", help="The ranks divide the tokens as well.")
     ] = False,
     segments: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST_SIZE,
-            help="Segments of the classes; the bits then depend on no number of ranks.",
-            show_default="none",
-        ),
+        int | None, _size("Segments of the classes; the bits then depend on no number of ranks.", 1, "none")
     ] = None,
     log_probs: Annotated[
         bool, typer.Option("--log-probs", help="Describe linear_log_probs with a gradient of log_prob.")
@@ -272,11 +243,20 @@ def _selftest(device: str) -> int:
 
 
 def _print(console: Console, title: str, found: Mapping[str, str]) -> None:
-    table = Table(title=title, show_header=False, **STYLE)
+    table = new_table(title, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
     for name, value in found.items():
         table.add_row(name, Text(value))  # Text, because brackets would be markup.
+    console.print(table)
+
+
+def _print_lines(
+    console: Console, title: str, headings: Iterable[str], lines: Iterable[Iterable[str]]
+) -> None:
+    table = new_table(title, headings)
+    for line in lines:
+        table.add_row(*map(Text, line))
     console.print(table)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowtide.cli.shared.parameters import MOST, MOST_TOKENS, output_file, output_picture, refuse_given
+from lowtide.cli.shared.parameters import MOST, MOST_TOKENS, output_file, picture_option, refuse_given
 from lowtide.cli.shared.parameters import workspace as workspace_option
 from lowtide.cli.shared.progress import progress
 from lowtide.tools.estimate.model import usual_dtype
@@ -67,10 +67,7 @@ def estimate(
             min=1, max=MOST, metavar="RANKS", help="Divide layers over so many ranks by the tp_plan."
         ),
     ] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=output_picture, metavar="FILE", help="Draw the bars to this file, .png or .svg."),
-    ] = None,
+    out: Annotated[Path | None, picture_option("Draw the bars to this file, .png or .svg.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Run the same step on the GPU too, and print both numbers.")
     ] = False,

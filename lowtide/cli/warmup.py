@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 
 from lowtide import warmup as run
-from lowtide.cli.doctor import DType, Softcap
-from lowtide.cli.shared.parameters import DeviceOption
+from lowtide.cli.shared.parameters import Argument, Autocast, Bias, DeviceOption, DType, Reduction, Softcap
 from lowtide.cli.shared.parameters import workspace as workspace_option
 from lowtide.tools.environment import Device, choose_device
 
@@ -22,14 +21,12 @@ def warmup(
     ],
     dtype: Annotated[DType, typer.Option(help="The dtype of input and weight.")] = DType.bfloat16,
     device: DeviceOption = Device.auto,
-    autocast: Annotated[
-        DType | None, typer.Option(help="Autocast to this dtype.", show_default="none")
-    ] = None,
-    bias: Annotated[bool, typer.Option("--bias", help="With a bias of the classes.")] = False,
+    autocast: Autocast = None,
+    bias: Bias = False,
     softcap: Softcap = None,
-    label_smoothing: Annotated[float, typer.Option(help="The argument of the call.")] = 0.0,
-    z_loss: Annotated[float, typer.Option(help="The argument of the call.")] = 0.0,
-    reduction: Annotated[str, typer.Option(help="mean, sum or none.")] = "mean",
+    label_smoothing: Annotated[float, Argument] = 0.0,
+    z_loss: Annotated[float, Argument] = 0.0,
+    reduction: Reduction = "mean",
     workspace: Annotated[int | None, workspace_option("What the call may hold")] = None,
 ) -> None:
     """Compile what linear_cross_entropy needs for these shapes, and keep it in the caches on disk.

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli.bench.tables import CaseTable, Names, Out, Smoke, choose, names_option, print_tables
-from lowtide.cli.shared.parameters import DeviceOption, output_picture
+from lowtide.cli.shared.parameters import DeviceOption, picture_option
 from lowtide.tools.bench.attention.cases import ATTENTION_CASES
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS
 from lowtide.tools.bench.attention.real import RealCase, real_cases
@@ -33,12 +33,7 @@ def attention(
     device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            parser=output_picture, metavar="FILE", help="With --real: draw the ratios, .svg or .png."
-        ),
-    ] = None,
+    plot: Annotated[Path | None, picture_option("With --real: draw the ratios, .svg or .png.")] = None,
 ) -> None:
     """Time attention, forward and backward, beside torch's own and the peers.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli.bench.tables import CaseTable, Names, Out, Smoke, choose, names_option, print_tables
-from lowtide.cli.shared.parameters import MOST_TOKENS, DeviceOption, output_picture, size_in_bytes
+from lowtide.cli.shared.parameters import MOST_TOKENS, DeviceOption, picture_option, size_in_bytes
 from lowtide.tools.bench.heads.data import HEADS
 from lowtide.tools.bench.heads.rows import TOKENS, head_cases, head_providers, head_rows
 from lowtide.tools.bench.heads.table import HEAD_ROWS
@@ -35,10 +35,7 @@ def heads(
     device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(parser=output_picture, metavar="FILE", help="Draw the ratios, .svg or .png."),
-    ] = None,
+    plot: Annotated[Path | None, picture_option("Draw the ratios, .svg or .png.")] = None,
 ) -> None:
     """Time the loss on the heads of public models, from GPT-2 to Kimi K2.
 

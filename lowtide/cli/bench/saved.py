@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lowtide.cli.shared.parameters import output_picture
+from lowtide.cli.shared.parameters import picture_option
 from lowtide.tools import figures, files
 from lowtide.tools.bench import compare as comparing
 from lowtide.tools.bench import draw as sweep
@@ -25,9 +25,7 @@ def draw(
     rows: Annotated[
         Path, typer.Argument(help="A CSV of `linear-cross-entropy --sweep`, `heads` or `attention --real`.")
     ],
-    out: Annotated[
-        Path, typer.Option(parser=output_picture, metavar="FILE", help="The figure, .svg or .png.")
-    ],
+    out: Annotated[Path, picture_option("The figure, .svg or .png.")],
 ) -> None:
     """Draw a CSV of measured rows, from the file alone.
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lowtide.cli.shared.parameters import DeviceOption, check_output, output_picture, refuse_given
+from lowtide.cli.shared.parameters import DeviceOption, check_output, picture_option, refuse_given
 from lowtide.tools.environment import Device, choose_device
 from lowtide.tools.errors import UserError
 from lowtide.tools.profile.last_stage import SHAPES, SMOKE, draw, measure, read, write
@@ -22,10 +22,7 @@ def memory_timeline(
     csv: Annotated[Path, typer.Option("--csv", metavar="FILE", help="Measure, and write this file.")] = Path(
         "memory_timeline.csv"
     ),
-    picture: Annotated[
-        Path | None,
-        typer.Option(parser=output_picture, metavar="FILE", help="Draw the CSV to this file, .png or .svg."),
-    ] = None,
+    picture: Annotated[Path | None, picture_option("Draw the CSV to this file, .png or .svg.")] = None,
     draw_only: Annotated[
         bool, typer.Option("--draw-only", help="Measure nothing: the CSV is there.")
     ] = False,

@@ -1,4 +1,4 @@
-"""Define options that several commands share: bytes, and files to be written.
+"""Define options that several commands share: dtypes, bytes, and files to be written.
 
 An option is checked when it is read, before any work starts.
 """
@@ -6,9 +6,11 @@ An option is checked when it is read, before any work starts.
 import math
 import re
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from lowtide.cli.shared.errors import describe
@@ -27,6 +29,25 @@ MOST = 2**20
 MOST_TOKENS = 2**24
 
 DeviceOption = Annotated[Device, typer.Option(help="Auto: the GPU if there is one.")]
+
+
+class DType(str, Enum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+    float64 = "float64"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return getattr(torch, self.value)  # type: ignore[no-any-return]
+
+
+# Options of a call, in every command that describes or makes one.
+Autocast = Annotated[DType | None, typer.Option(help="Autocast to this dtype.", show_default="none")]
+Bias = Annotated[bool, typer.Option("--bias", help="With a bias of the classes.")]
+Reduction = Annotated[str, typer.Option(help="mean, sum or none.")]
+Softcap = Annotated[float | None, typer.Option(help="Soft cap of the scores or logits.", show_default="none")]
+Argument = typer.Option(help="The argument of the call.")
 
 
 def size_in_bytes(words: str) -> int:
@@ -69,6 +90,10 @@ def output_picture(words: str) -> Path:
     except UserError as reason:
         raise typer.BadParameter(str(reason)) from reason
     return output_file(words)
+
+
+def picture_option(help: str) -> Any:
+    return typer.Option(parser=output_picture, metavar="FILE", help=help)
 
 
 def output_directory(words: str) -> Path:
