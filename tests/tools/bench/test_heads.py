@@ -6,21 +6,17 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from lowtide.cli.bench.saved import draw_figure as draw_file
 from lowtide.tools.bench import measure
 from lowtide.tools.bench.cases import LossCase, Mode
 from lowtide.tools.bench.heads.data import HEADS
 from lowtide.tools.bench.heads.rows import HeadRow, head_cases, head_providers, head_rows
-from lowtide.tools.bench.heads.table import COLUMNS, HEAD_ROWS, draw, record
+from lowtide.tools.bench.heads.table import COLUMNS, HEAD_ROWS, record
 from lowtide.tools.bench.measure import Figures, aligned
 from lowtide.tools.bench.providers import Provider, Unavailable
-from lowtide.tools.bench.table import CsvWriter, records
 from lowtide.tools.bench.truth import exact, relative_error, truth_dtype
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from lowtide.tools.eager import eager_loss
 from lowtide.tools.environment import Environment
-from lowtide.tools.errors import UserError
-from tests.support.drawings import drawn
 
 PUBLIC = [head for head in HEADS if not head.smoke]
 BY_NAME = {head.name: head for head in HEADS}
@@ -224,35 +220,3 @@ def test_record_has_head_floors_and_command():
     assert fields["command"] == "lowtide bench heads"
     assert {"card", "torch", "lowtide", "version"} < set(COLUMNS)
     assert len(COLUMNS) == len(set(COLUMNS))
-
-
-@pytest.mark.extended
-def test_picture_words_do_not_overlap(tmp_path, monkeypatch):
-    fields = records(ROWS, HERE, HEAD_ROWS)
-    drawing = drawn(monkeypatch, lambda path: draw(fields, path), tmp_path / "heads.png")
-    printed = [text for text, _ in drawing.words]
-    assert all(head.name in printed for head in PUBLIC)
-    assert {"lowtide", "lowtide-256MiB", "eager", "compile", "N = 256", "N = 4,096"} < set(printed)
-    upright = [(text, box) for text, box in drawing.words if text not in BY_NAME]
-    for place, (text, box) in enumerate(upright):
-        assert not any(box.overlaps(other) for _, other in upright[:place]), text
-
-
-def test_picture_of_nothing():
-    with pytest.raises(UserError, match="nothing to draw"):
-        draw(records([row for row in ROWS if row.figures is None], HERE, HEAD_ROWS), None)
-
-
-@pytest.mark.extended
-def test_picture_of_the_file_is_that_of_the_rows(tmp_path):
-    """Card and versions are those of the file, wherever it is drawn."""
-    with (tmp_path / "heads.csv").open("w", newline="") as file:
-        writer = CsvWriter(file, HERE, HEAD_ROWS)
-        for row in ROWS:
-            writer.write(row)
-    draw_file(tmp_path / "heads.csv", tmp_path / "file.svg")
-    draw(records(ROWS, HERE, HEAD_ROWS), tmp_path / "rows.svg")
-    assert (tmp_path / "file.svg").read_bytes() == (tmp_path / "rows.svg").read_bytes()
-    (tmp_path / "heads.csv").write_text("head,provider\nGPT-2,lowtide\n")
-    with pytest.raises(UserError, match="no column 'aligned_floor_ms': it is no CSV of heads"):
-        draw_file(tmp_path / "heads.csv", tmp_path / "file.svg")

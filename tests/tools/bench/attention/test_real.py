@@ -1,15 +1,12 @@
-"""The shapes of public models in `lowtide bench attention --real`: data, truth, rows."""
+"""The shapes of public models in `lowtide bench attention --real`: data and rows."""
 
 import dataclasses
 import io
-import math
-from itertools import pairwise
 
 import pytest
 import torch
 from rich.console import Console
 
-from lowtide.cli.bench.saved import draw_figure as draw_file
 from lowtide.tools.bench.attention import rows as attention
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS, AttentionProvider, own_choice
 from lowtide.tools.bench.attention.real import REAL_CASES, real_cases
@@ -18,17 +15,10 @@ from lowtide.tools.bench.attention.real_table import (
     REAL_PROVIDERS,
     REAL_ROWS,
     RealRow,
-    draw,
     real_rows,
     record,
 )
 from lowtide.tools.bench.attention.rows import AttentionFigures, Pass, attention_rows
-from lowtide.tools.bench.attention.truth import exact, truth_dtype
-from lowtide.tools.bench.table import CsvWriter, records
-from lowtide.tools.bench.truth import relative_error
-from lowtide.tools.environment import Environment
-from lowtide.tools.errors import UserError
-from tests.support.drawings import drawn
 
 PUBLIC = [case for case in REAL_CASES if not case.smoke]
 SMOKE = [case for case in REAL_CASES if case.smoke]
@@ -84,77 +74,6 @@ def test_cases_match_transformers(name):
 def test_models_that_transformers_checks_are_tested():
     checked = {case.model for case in PUBLIC if case.model.checked == "transformers"}
     assert {BY_NAME[name].model for name in CONFIGS} == checked
-
-
-def visible(case):
-    """The keys that a query sees, in words: bool [B, M, N]."""
-    shown = torch.zeros(case.B, case.M, case.keys, dtype=torch.bool)
-    starts = [sum(case.lengths[:number]) for number in range(len(case.lengths) + 1)]
-    for b in range(case.B):
-        for i in range(case.M):
-            own = i + case.keys - case.M  # the key at the query's place, counted from the end
-            for j in range(case.keys):
-                sees = not case.causal or j <= own
-                if case.window:
-                    left, right = case.window
-                    sees = sees and own - left <= j <= own + right
-                if case.lengths:
-                    sees = sees and any(a <= i < z and a <= j < z for a, z in pairwise(starts))
-                if case.padded:
-                    sees = sees and j < case.valid_keys[b]
-                shown[b, i, j] = sees
-    return shown
-
-
-def results_of_autograd(case, inputs):
-    """The definition in float64, with all scores."""
-    wide = [None if each is None else each.detach().double() for each in inputs]
-    leaves = [
-        tensor.requires_grad_() for tensor, own in zip(wide, inputs) if own is not None and own.requires_grad
-    ]
-    query, key, value, bias, upstream, sink = wide
-    key, value = (each.repeat_interleave(case.H // case.key_heads, 2) for each in (key, value))
-    score = torch.einsum("bihk,bjhk->bhij", query, key) / math.sqrt(case.K)
-    if case.softcap:
-        score = case.softcap * torch.tanh(score / case.softcap)
-    if bias is not None:
-        score = score + bias
-    score = score.masked_fill(~visible(case)[:, None], -torch.inf)
-    total = score.exp().sum(-1)
-    if sink is not None:
-        total = total + sink.exp()[:, None]
-    out = torch.einsum("bhij,bjhe->bihe", score.exp() / total[..., None], value)
-    gradients = torch.autograd.grad(out, leaves, upstream) if leaves else ()
-    return out.detach(), *gradients
-
-
-@pytest.mark.parametrize("chunk", [1 << 26, 100], ids=["at once", "in chunks"])
-@pytest.mark.parametrize("case", SMOKE, ids=lambda case: case.name)
-def test_truth_of_every_option(case, chunk, monkeypatch):
-    monkeypatch.setattr("lowtide.tools.bench.attention.truth.SCORES", chunk)
-    inputs = case.inputs()
-    wants = results_of_autograd(case, inputs)
-    assert len(case.results) == len(wants)
-    for name, got, want in zip(case.results, exact(case, inputs), wants, strict=True):
-        assert got.shape == want.shape, name
-        assert relative_error(got, want) < 1e-14, name
-
-
-def test_truth_is_float64_where_affordable():
-    assert {truth_dtype(case) for case in PUBLIC} == {torch.float64}
-    long = dataclasses.replace(BY_NAME["gqa-8"], M=1 << 15)
-    assert truth_dtype(long) is torch.float32, "a day's work in float64"
-    assert truth_dtype(dataclasses.replace(long, dtype=torch.float32)) is torch.float64
-
-
-@pytest.mark.parametrize("case", SMOKE, ids=lambda case: case.name)
-def test_pairs_are_counted(case):
-    """Of a causal mask half of each query's own key counts: it halves a square exactly."""
-    seen = visible(case).sum().item() / case.B
-    if case.causal and not case.padded:
-        seen -= case.M / 2
-    assert case.pairs == pytest.approx(seen, rel=0.05 if case.padded else 0)
-    assert case.forward_flops == 2 * case.B * case.H * case.pairs * (case.K + case.value_features)
 
 
 TAKEN = {
@@ -310,38 +229,6 @@ def test_table_has_a_line_for_each_case():
         assert ("0.50*" if case.inference else "0.50 / 0.50*") in line
     assert "11 / 22 us" in text
     assert "xformers unavailable: not taken: [sinks] (swin-b, " in " ".join(text.split())
-
-
-HERE = Environment("2026-01-01", "SYNTHETIC", "2.11.0", "3.6.0", "0123456789ab", "", "lowtide bench")
-
-
-def test_picture_words_do_not_overlap(tmp_path, monkeypatch):
-    rows = records(synthetic_rows(), HERE, REAL_ROWS)
-    drawing = drawn(monkeypatch, lambda path: draw(rows, path), tmp_path / "real.png")
-    printed = [text for text, _ in drawing.words]
-    assert all(case.name in printed for case in PUBLIC)
-    assert {"lowtide", "flex", "forward", "backward", "peak memory"} < set(printed)
-    assert "sdpa-cudnn" not in printed, "all else is over it"
-    upright = [(text, box) for text, box in drawing.words if text not in BY_NAME]
-    for place, (text, box) in enumerate(upright):
-        assert not any(box.overlaps(other) for _, other in upright[:place]), text
-
-
-def test_picture_of_nothing():
-    with pytest.raises(UserError, match="nothing to draw"):
-        draw(records([row for row in synthetic_rows() if row.figures is None], HERE, REAL_ROWS), None)
-
-
-@pytest.mark.extended
-def test_picture_of_the_file_is_that_of_the_rows(tmp_path):
-    rows = list(synthetic_rows())
-    with (tmp_path / "real.csv").open("w", newline="") as file:
-        writer = CsvWriter(file, HERE, REAL_ROWS)
-        for row in rows:
-            writer.write(row)
-    draw_file(tmp_path / "real.csv", tmp_path / "file.svg")
-    draw(records(rows, HERE, REAL_ROWS), tmp_path / "rows.svg")
-    assert (tmp_path / "file.svg").read_bytes() == (tmp_path / "rows.svg").read_bytes()
 
 
 def test_providers_are_known():
