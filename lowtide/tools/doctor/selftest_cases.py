@@ -5,7 +5,8 @@ head.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,14 @@ class Case(NamedTuple):
     plain: Function
 
 
-CONSTANTS = ("target", "probabilities", "class_weight", "row_weight", "teacher", "teacher_weight")
+# The arguments of the loss that a case's tensors are, beside the head and the target.
+ARGUMENTS = {
+    "bias": "linear_bias",
+    "class_weight": "weight",
+    "row_weight": "row_weight",
+    "scale": "logit_scale",
+}
+CONSTANTS = ("target", "class_weight", "row_weight", "teacher", "teacher_weight")
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -52,25 +60,46 @@ def _logits(given: Tensors) -> Tensor:
     return _wide(given["input"]) @ _wide(given["weight"]).t()
 
 
-def _loss(given: Tensors, **options: object) -> Tensor:
-    return lowtide.linear_cross_entropy(given["input"], given["weight"], given["target"], **options)  # type: ignore[arg-type]
+def _loss(given: Tensors, **options: Any) -> Tensor:
+    tensors = {argument: given[name] for name, argument in ARGUMENTS.items() if name in given}
+    return lowtide.linear_cross_entropy(
+        given["input"], given["weight"], given["target"], **tensors, **options
+    )
 
 
-def _plain_loss(given: Tensors, logits_NV: Tensor | None = None, **options: object) -> Tensor:
-    logits_NV = _logits(given) if logits_NV is None else logits_NV
-    return F.cross_entropy(logits_NV, given["target"], **options)  # type: ignore[arg-type]
+def _plain_loss(given: Tensors, softcap: float | None = None, z_loss: float = 0.0, **options: Any) -> Tensor:
+    logits_NV, target, class_weight_V = _logits(given), given["target"], given.get("class_weight")
+    if "scale" in given:
+        logits_NV = _wide(given["scale"]) * logits_NV
+    if "bias" in given:
+        logits_NV = logits_NV + _wide(given["bias"])
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    if target.is_floating_point():
+        target = _wide(target)
+    if class_weight_V is not None:
+        class_weight_V = _wide(class_weight_V)
+    counted = target != -100
+    if "row_weight" in given:
+        losses_N = F.cross_entropy(logits_NV, target, reduction="none")
+        return (losses_N * _wide(given["row_weight"])).sum() / counted.sum()
+    loss = F.cross_entropy(logits_NV, target, class_weight_V, **options)
+    if z_loss:
+        loss = loss + z_loss * (logits_NV.logsumexp(-1).square() * counted).sum() / counted.sum()
+    return loss
 
 
-def _z_loss(given: Tensors) -> Tensor:
-    logits_NV = _logits(given)
-    counted = given["target"] != -100
-    squares_N = logits_NV.logsumexp(-1).square() * counted
-    return _plain_loss(given, logits_NV) + 1e-3 * squares_N.sum() / counted.sum()
-
-
-def _plain_row_weight(given: Tensors) -> Tensor:
-    losses_N = _plain_loss(given, reduction="none")
-    return (losses_N * _wide(given["row_weight"])).sum() / (given["target"] != -100).sum()
+# Each option of the loss: its name, the arguments that are numbers, and the tensors it needs.
+OPTIONS: tuple[tuple[str, dict[str, Any], dict[str, Callable[[], Tensor]]], ...] = (
+    ("bias", {}, {"bias": lambda: torch.randn(V)}),
+    ("class weights", {}, {"class_weight": lambda: torch.rand(V)}),
+    ("label smoothing", {"label_smoothing": 0.1}, {}),
+    ("soft cap", {"softcap": 3.0}, {}),
+    ("learned scale", {}, {"scale": lambda: torch.tensor(0.75)}),
+    ("z-loss", {"z_loss": 1e-3}, {}),
+    ("row weights", {}, {"row_weight": lambda: torch.rand(N)}),
+    ("class probabilities", {}, {"target": lambda: torch.randn(N, V).softmax(-1)}),
+)
 
 
 def _log_probs(given: Tensors) -> Tensor:
@@ -165,16 +194,11 @@ def _qkv(B: int = B, key_heads: int = H, **more: Callable[[], Tensor]) -> Callab
     return make
 
 
-def _attention(mask: Callable[[], attn_bias.AttentionBias] | None = None, **options: object) -> Function:
+def _attention(mask: Callable[[], attn_bias.AttentionBias] | None = None, **options: Any) -> Function:
     def ours(given: Tensors) -> Tensor:
+        query, key, value = (given[name] for name in ("query", "key", "value"))
         bias = given.get("bias") if mask is None else mask()
-        return lowtide.memory_efficient_attention(
-            given["query"],
-            given["key"],
-            given["value"],
-            bias,
-            **options,  # type: ignore[arg-type]
-        )
+        return lowtide.memory_efficient_attention(query, key, value, bias, **options)
 
     return ours
 
@@ -220,56 +244,12 @@ def _cases() -> Iterator[Case]:
     for dtype in (F64, F32, BF16, F16):
         for reduction, workspace in (("mean", None), ("sum", CHUNKS), ("none", None)):
             in_chunks = f", in {CHUNKS >> 10} KiB" if workspace else ""
-            yield Case(
-                f"loss, {reduction}{in_chunks}",
-                dtype,
-                _head,
-                lambda given, how=reduction, room=workspace: _loss(given, reduction=how, workspace=room),  # type: ignore[misc]
-                lambda given, how=reduction: _plain_loss(given, reduction=how),  # type: ignore[misc]
-            )
-    yield from both(
-        "loss, bias",
-        _head_and(bias=lambda: torch.randn(V)),
-        lambda given: _loss(given, linear_bias=given["bias"]),
-        lambda given: _plain_loss(given, _logits(given) + _wide(given["bias"])),
-    )
-    yield from both(
-        "loss, class weights",
-        _head_and(class_weight=lambda: torch.rand(V)),
-        lambda given: _loss(given, weight=given["class_weight"]),
-        lambda given: _plain_loss(given, weight=_wide(given["class_weight"])),
-    )
-    yield from both(
-        "loss, label smoothing",
-        _head,
-        lambda given: _loss(given, label_smoothing=0.1),
-        lambda given: _plain_loss(given, label_smoothing=0.1),
-    )
-    yield from both(
-        "loss, soft cap",
-        _head,
-        lambda given: _loss(given, softcap=3.0),
-        lambda given: _plain_loss(given, 3 * torch.tanh(_logits(given) / 3)),
-    )
-    yield from both(
-        "loss, learned scale",
-        _head_and(scale=lambda: torch.tensor(0.75)),
-        lambda given: _loss(given, logit_scale=given["scale"]),
-        lambda given: _plain_loss(given, _wide(given["scale"]) * _logits(given)),
-    )
-    yield from both("loss, z-loss", _head, lambda given: _loss(given, z_loss=1e-3), _z_loss)
-    yield from both(
-        "loss, row weights",
-        _head_and(row_weight=lambda: torch.rand(N)),
-        lambda given: _loss(given, row_weight=given["row_weight"]),
-        _plain_row_weight,
-    )
-    yield from both(
-        "loss, class probabilities",
-        lambda: _head() | {"target": torch.randn(N, V).softmax(-1)},
-        _loss,
-        lambda given: F.cross_entropy(_logits(given), _wide(given["target"])),
-    )
+            ours = partial(_loss, reduction=reduction, workspace=workspace)
+            plain = partial(_plain_loss, reduction=reduction)
+            yield Case(f"loss, {reduction}{in_chunks}", dtype, _head, ours, plain)
+    for name, numbers, tensors in OPTIONS:
+        ours, plain = partial(_loss, **numbers), partial(_plain_loss, **numbers)
+        yield from both(f"loss, {name}", _head_and(**tensors), ours, plain)
     yield from both("log-probabilities and entropy", _head, _log_probs, _plain_log_probs)
     for dtype in (F64, F32):
         yield Case(
