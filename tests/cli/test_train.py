@@ -1,7 +1,6 @@
 """The command as a user runs it: real processes, real files, a real kill."""
 
 import argparse
-import csv
 import inspect
 import os
 import struct
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.commands import invoke as in_this_process
+from tests.support.commands import rows_of
 
 TINY = {
     "--vocab-size": 512,
@@ -57,8 +57,7 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def losses(directory) -> list[float]:
-    with open(directory / "log.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+    return [float(row["loss"]) for row in rows_of(directory / "log.csv")]
 
 
 @pytest.mark.extended

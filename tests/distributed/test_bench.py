@@ -1,6 +1,5 @@
 """`lowtide bench` under torchrun: each rank with classes, or under FSDP2 tokens, of its own."""
 
-import csv
 from dataclasses import replace
 
 import pytest
@@ -11,18 +10,13 @@ from lowtide.tools.bench.cases import LossCase
 from lowtide.tools.bench.steps import rows as steps
 from lowtide.tools.bench.steps.cases import STEP_CASES
 from tests.support.cards import on_cards
-from tests.support.commands import invoke, said
+from tests.support.commands import invoke, rows_of, said
 from tests.support.ranks import torchrun
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
 BENCH = ("bench", "linear-cross-entropy", "--device", "cpu", "--smoke")
-
-
-def rows_of(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_rows_of_uneven_shards(tmp_path):
@@ -101,8 +95,7 @@ def test_rows_on_cards(tmp_path, device):
         tmp_path, "bench", "linear-cross-entropy", "--device", device, "--smoke", *options, ranks=2
     )
     assert done.returncode == 0, done.stderr
-    with (tmp_path / "tp.csv").open() as file:
-        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    rows = {row["provider"]: row for row in rows_of(tmp_path / "tp.csv")}
     assert rows.keys() == {"loss-parallel", "lowtide"}
     for row in rows.values():
         assert (row["case"], row["classes"], row["status"]) == ("smoke-cuda-tp2", "2048", "ok"), row["reason"]

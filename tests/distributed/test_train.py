@@ -1,7 +1,6 @@
 """`lowtide train --parallel` under torchrun, in real processes: the losses of one process."""
 
 import argparse
-import csv
 import inspect
 import os
 import re
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from lowtide.cli.train import FIGURE
 from tests.support.cards import on_cards
+from tests.support.commands import rows_of
 from tests.support.extended import all_extended_but
 from tests.support.ranks import ROOT, torchrun
 
@@ -34,8 +34,7 @@ def train(directory, *arguments, device="cpu", ranks=2):
 
 
 def losses(directory):
-    with open(directory / "log.csv", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
+    return [float(row["loss"]) for row in rows_of(directory / "log.csv")]
 
 
 @pytest.mark.parametrize("parallel", all_extended_but(["shard_head"], ["data", "tensor", "shard_head"]))

@@ -1,6 +1,5 @@
 """`lowtide bench attention`, as a user runs it."""
 
-import csv
 import math
 
 import pytest
@@ -9,6 +8,7 @@ from lowtide.cli.bench import attention
 from lowtide.tools.bench.attention.cases import ATTENTION_CASES
 from lowtide.tools.bench.attention.providers import ATTENTION_PROVIDERS
 from tests.support.commands import invoke as in_this_process
+from tests.support.commands import rows_of
 
 SMOKE = [case for case in ATTENTION_CASES if case.smoke and case.device == "cpu"]
 
@@ -17,8 +17,7 @@ def test_smoke_run_every_provider(tmp_path):
     out = tmp_path / "results" / "attention.csv"
     done = invoke("--smoke", "--csv", out)
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(out)
     assert len(rows) == len(SMOKE) * len(ATTENTION_PROVIDERS)
     found = {(row["case"], row["provider"]): row for row in rows}
     assert found.keys() == {(case.name, each.name) for case in SMOKE for each in ATTENTION_PROVIDERS}
@@ -54,8 +53,7 @@ def test_cases_and_providers_by_name(tmp_path):
     chosen = ("--case", "smoke-cpu", "--provider", "eager", "--provider", "lowtide")
     done = invoke(*chosen, "--csv", str(out))
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        assert [row["provider"] for row in csv.DictReader(file)] == ["eager", "lowtide"]
+    assert [row["provider"] for row in rows_of(out)] == ["eager", "lowtide"]
 
 
 def test_longest_cases_by_name_only(monkeypatch):

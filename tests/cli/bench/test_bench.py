@@ -1,5 +1,4 @@
 import argparse
-import csv
 import inspect
 import math
 import os
@@ -17,7 +16,7 @@ from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider
 from lowtide.tools.bench.steps import rows as steps
 from lowtide.tools.bench.steps.cases import STEP_CASES
 from tests.support.commands import invoke as in_this_process
-from tests.support.commands import said
+from tests.support.commands import rows_of, said
 
 
 def lowtide(*arguments):
@@ -40,8 +39,7 @@ def test_smoke_run_every_provider(tmp_path):
     done = lowtide("--smoke", "--device", "cpu", "--out", str(out))
     assert processor_seconds() - started < 20
     assert done.returncode == 0, done.stdout + done.stderr
-    with out.open() as file:
-        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    rows = {row["provider"]: row for row in rows_of(out)}
     assert list(rows) == [provider.name for provider in PROVIDERS if provider.smoke is not False]
     (case,) = (case for case in CASES if case.smoke and case.device == "cpu")
     for row in rows.values():
@@ -80,8 +78,7 @@ def test_forward_one_provider(tmp_path):
     chosen = ("--provider", "eager", "--case", "smoke-cpu", "--mode", "forward", "--device", "cpu")
     done = invoke(*chosen, "--out", str(out))
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        (row,) = csv.DictReader(file)
+    (row,) = rows_of(out)
     assert (row["provider"], row["mode"], row["status"]) == ("eager", "forward", "ok")
     assert float(row["loss_error"]) < 1e-6
     assert row["grad_input_error"] == ""
@@ -98,8 +95,7 @@ def test_trained_logits_from_checkpoint(tmp_path, monkeypatch):
     done = invoke(*f"{chosen} --data text.txt --provider lowtide --provider eager".split())
     assert done.exit_code == 0, done.output
     assert "smoke-cpu-trained: 256 x 64 x 512 float32 on cpu, step, trained logits up to" in done.output
-    with (tmp_path / "trained.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(tmp_path / "trained.csv")
     assert [row["provider"] for row in rows] == ["lowtide", "eager"]
     for row in rows:
         assert (row["status"], row["logits"]) == ("ok", "trained")
@@ -149,8 +145,7 @@ def test_sweep_measured_and_drawn(tmp_path):
     ]
     done = invoke(*chosen, "--csv", out)
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(out)
     ours = [(int(row["tokens"]), row["status"]) for row in rows if row["provider"] == "lowtide"]
     assert ours == [(size, "ok") for size in (32, 64, 128, 256, 512)]
     assert {(row["features"], row["classes"]) for row in rows} == {("64", "1024")}
@@ -199,8 +194,7 @@ def test_smoke_run_every_option(tmp_path):
     done = options("--smoke", "--csv", str(out))
     assert processor_seconds() - started < 20
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(out)
     expected = [(mode.value, option.name) for mode in Mode for option in OPTIONS[mode]]
     assert [(row["mode"], row["provider"]) for row in rows] == expected
     for row in rows:
@@ -223,8 +217,7 @@ def test_options_one_mode_other_workspace(tmp_path):
     chosen = ("--case", "smoke-cpu", "--option", "none", "--option", "softcap", "--workspace", "512MiB")
     done = options(*chosen, "--out", str(out))
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        rows = [(row["mode"], row["provider"], row["workspace"]) for row in csv.DictReader(file)]
+    rows = [(row["mode"], row["provider"], row["workspace"]) for row in rows_of(out)]
     half = str(2**29)
     assert rows == [("step", "softcap", half), ("step", "none", half), ("forward", "none", "")]
     done = options(*chosen, "--mode", "forward")
@@ -273,8 +266,7 @@ def test_steps_compute_the_same_loss(tmp_path):
     out = tmp_path / "steps.csv"
     done = in_this_process("bench", "steps", "--smoke", "--csv", str(out))
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        rows = {row["provider"]: row for row in csv.DictReader(file)}
+    rows = {row["provider"]: row for row in rows_of(out)}
     assert {name for name, row in rows.items() if row["status"] == "ok"} >= {"eager", "lowtide"}
     losses = {float(row["step_loss"]) for row in rows.values() if row["status"] == "ok"}
     assert max(losses) - min(losses) <= 2e-6 * max(losses)

@@ -1,8 +1,6 @@
-import csv
-
 import pytest
 
-from tests.support.commands import invoke, said
+from tests.support.commands import invoke, rows_of, said
 
 
 @pytest.mark.extended
@@ -11,8 +9,7 @@ def test_smoke_run_writes_table_csv_and_picture(tmp_path):
     arguments = ("--tokens", "40,96", "--workspaces", "default,64KiB", "--csv", out, "--plot", picture)
     done = invoke("bench", "heads", "--smoke", "--device", "cpu", *arguments)
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(out)
     ours = [row for row in rows if row["provider"].startswith("lowtide")]
     assert [(row["head"], row["tokens"], row["workspace"]) for row in ours] == [
         (head, tokens, workspace)

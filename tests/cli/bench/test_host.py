@@ -1,7 +1,5 @@
-import csv
-
 from lowtide.tools.bench import host
-from tests.support.commands import invoke
+from tests.support.commands import invoke, rows_of
 
 OPERATORS = {
     "linear_cross_entropy",
@@ -19,8 +17,7 @@ def test_smoke_run_times_each_operator(tmp_path):
     out = tmp_path / "host.csv"
     done = invoke("bench", "host", "--smoke", "--device", "cpu", "--csv", out)
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(out)
     assert {row["operator"] for row in rows} == OPERATORS
     for row in rows:
         times = [float(value) for name, value in row.items() if name.endswith("_us")]
@@ -42,6 +39,5 @@ def test_rows_are_written_as_they_come(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "_row", stopped)
     done = invoke("bench", "host", "--smoke", "--device", "cpu", "--csv", out)
     assert done.exit_code != 0
-    with out.open() as file:
-        assert [row["operator"] for row in csv.DictReader(file)] == [row.operator for row in measured]
+    assert [row["operator"] for row in rows_of(out)] == [row.operator for row in measured]
     assert len(measured) == 2

@@ -1,6 +1,5 @@
 """`lowtide bench attention --real`, as a user runs it."""
 
-import csv
 import os
 import subprocess
 import sys
@@ -8,7 +7,7 @@ import sys
 import pytest
 
 from lowtide.tools.bench.attention.real import REAL_CASES
-from tests.support.commands import invoke, said
+from tests.support.commands import invoke, rows_of, said
 
 SMOKE = [case for case in REAL_CASES if case.smoke]
 
@@ -23,8 +22,7 @@ def test_smoke_run_writes_table_csv_and_picture(tmp_path):
     alone = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
     assert done.returncode == 0, done.stderr + done.stdout
-    with out.open() as file:
-        rows = {(row["case"], row["provider"]): row for row in csv.DictReader(file)}
+    rows = {(row["case"], row["provider"]): row for row in rows_of(out)}
     assert {case for case, provider in rows if provider == "lowtide"} == {case.name for case in SMOKE}
     assert [case for case, provider in rows if provider == "flex"] == ["smoke-packed"]
     for case in SMOKE:

@@ -1,12 +1,10 @@
 """`lowtide bench chunked-loss`."""
 
-import csv
-
 import torch
 
 from lowtide.tools.bench.cases import CASES
 from lowtide.tools.bench.chunked import entries
-from tests.support.commands import invoke
+from tests.support.commands import invoke, rows_of
 
 CASE = next(case for case in CASES if case.name == "smoke-cpu")
 
@@ -26,8 +24,7 @@ def test_smoke_run(tmp_path):
     out = tmp_path / "chunked.csv"
     done = invoke("bench", "chunked-loss", "--device", "cpu", "--smoke", "--csv", out)
     assert done.exit_code == 0, done.output
-    with out.open() as file:
-        found = {row["provider"]: row for row in csv.DictReader(file)}
+    found = {row["provider"]: row for row in rows_of(out)}
     assert list(found) == [entry.name for entry in entries("cpu")]
     dense = int(found["dense"]["peak_bytes"])
     for name, row in found.items():

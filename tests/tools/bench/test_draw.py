@@ -13,7 +13,7 @@ from lowtide.tools.bench.providers import Provider
 from lowtide.tools.bench.table import LOSS, CsvWriter
 from lowtide.tools.environment import Environment
 from lowtide.tools.errors import UserError
-from tests.support.commands import invoke
+from tests.support.commands import invoke, rows_of
 from tests.support.extended import all_extended_but
 
 CENTER = next(case for case in CASES if case.name == "A")
@@ -73,8 +73,7 @@ def test_command_draws_csv(tmp_path):
 
 def test_column_missing(tmp_path):
     whole = write(tmp_path / "sweep.csv")
-    with whole.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(whole)
     less = [name for name in rows[0] if name != "peak_bytes"]
     with (tmp_path / "less.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, less, extrasaction="ignore")

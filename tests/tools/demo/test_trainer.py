@@ -1,4 +1,3 @@
-import csv
 import math
 
 import pytest
@@ -10,6 +9,7 @@ from lowtide.tools.demo.config import SIZES
 from lowtide.tools.demo.data import Corpus
 from lowtide.tools.demo.trainer import Trainer, learning_rate
 from lowtide.tools.errors import UserError
+from tests.support.commands import rows_of
 from tests.support.extended import all_extended_but
 
 
@@ -93,8 +93,7 @@ def test_log_matches_history(make_trainer):
     trainer = make_trainer()
     train(trainer, 3)
     trainer.save()
-    with open(trainer.config.directory / "log.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(trainer.config.directory / "log.csv")
     assert [float(row["loss"]) for row in rows] == [step.loss for step in trainer.history]
     assert [row["peak_bytes"] for row in rows] == [str(trainer.history[0].peak_bytes), "", ""]
 
