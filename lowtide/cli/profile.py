@@ -125,5 +125,5 @@ def write(record: Record, label: str, title: str, before: str, out: Path, files:
     console.print(f"peak: {readable(line.peak, ',.2f')}{before}{of_device}")
     save(record.snapshot, files / SNAPSHOT)
     console.print(f"for pytorch.org/memory_viz: {out / SNAPSHOT}", soft_wrap=True)
-    draw({label: line}, f"{title}, {device}" if several else title + before, files / PICTURE)
+    draw(label, line, f"{title}, {device}" if several else title + before, files / PICTURE)
     console.print(f"picture: {out / PICTURE}", soft_wrap=True)

@@ -222,7 +222,7 @@ def test_several_devices_highest_peak(tmp_path, monkeypatch, idle):
     monkeypatch.setattr(profile, "run_steps", lambda *_: (record, 0))
     monkeypatch.setattr(profile, "choose_device", lambda _: "cuda")
     titles = []
-    monkeypatch.setattr(profile, "draw", lambda lines, title, path: titles.append((title, *lines.values())))
+    monkeypatch.setattr(profile, "draw", lambda label, line, title, path: titles.append((title, line)))
     done = invoke("--step", "demo-cpu", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     ((title, line),) = titles

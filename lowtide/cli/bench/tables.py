@@ -18,8 +18,6 @@ from lowtide.tools.ranks import is_first
 class Named(Protocol):
     @property
     def name(self) -> str: ...
-    @property
-    def smoke(self) -> bool | None: ...
 
 
 NamedT = TypeVar("NamedT", bound=Named)
@@ -81,9 +79,12 @@ def print_tables(
 
 
 def choose(known: Sequence[NamedT], names: Names, smoke: bool, option: str) -> list[NamedT]:
-    """Return the entries of these names in the order given, or all of this kind of run."""
+    """Return the entries of these names in the order given, or all of this kind of run.
+
+    An entry without the attribute `smoke`, or with None, is of both kinds.
+    """
     if not names:
-        return [entry for entry in known if entry.smoke in (None, smoke)]
+        return [entry for entry in known if getattr(entry, "smoke", None) in (None, smoke)]
     by_name = {entry.name: entry for entry in known}
     for name in names:
         if name not in by_name:

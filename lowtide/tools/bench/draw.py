@@ -73,7 +73,6 @@ MEASURES = (
 
 
 def draw(path: Path, out: Path) -> None:
-    figures.check_picture(out)
     sweeps = read(path)
     with figures.figure(10, 9.2) as figure:
         draw_sweeps(figure, sweeps)

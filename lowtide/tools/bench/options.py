@@ -40,7 +40,6 @@ class Option:
     workspace: int | None = None
     """None for the function's default."""
     distribution: str = "lowtide"
-    smoke: bool | None = None
 
     def call(self, case: LossCase, inputs: Inputs) -> TimedCall:
         given = dict(zip(("input", "linear_weight", "target"), inputs))

@@ -52,8 +52,6 @@ class BenchEntry(Protocol):
     @property
     def distribution(self) -> str: ...
     @property
-    def smoke(self) -> bool | None: ...
-    @property
     def workspace(self) -> int | None: ...
     def call(self, case: LossCase, inputs: Inputs) -> TimedCall: ...
 
@@ -63,9 +61,8 @@ class Provider:
     name: str
     distribution: str  # The installed package whose version stands in the provider's rows.
     load: Callable[[LossCase], Loss]
-    smoke: bool | None = (
-        None  # Unless named: True runs in smoke runs only, False outside them only, None in both.
-    )
+    smoke: bool | None = None
+    """Unless named, True runs in smoke runs alone, False outside of them alone, None in both."""
     workspace: int | None = None  # Bytes that it was given, if it has such an option.
 
     def call(self, case: LossCase, inputs: Inputs) -> TimedCall:

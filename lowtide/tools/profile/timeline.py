@@ -65,16 +65,15 @@ def timeline(snapshot: dict[str, Any], device: int = 0) -> Timeline:
     return Timeline(ms, levels)
 
 
-def draw(lines: dict[str, Timeline], title: str, path: Path) -> None:
-    """Draw one line for each name, eager and lowtide in their colours, and write its peak."""
-    unit, name = unit_of(max(line.peak for line in lines.values()))
+def draw(label: str, line: Timeline, title: str, path: Path) -> None:
+    """Draw the line of this name, eager and lowtide in their colours, and write its peak."""
+    unit, name = unit_of(line.peak)
     with figures.figure(10, 4.2) as figure:
         axes = figure.subplots()
-        for label, line in lines.items():
-            plot(axes, label, line, unit, name)
+        plot(axes, label, line, unit, name)
         axes.set(title=title, xlabel="ms", ylabel=name)
         figures.names_above(axes)
-        axes.set_ylim(0, 1.05 * max(line.peak for line in lines.values()) / unit)
+        axes.set_ylim(0, 1.05 * line.peak / unit)
         figures.save(figure, path)
 
 

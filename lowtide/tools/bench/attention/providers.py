@@ -37,7 +37,6 @@ class AttentionProvider:
     distribution: str  # The installed package whose version stands in the provider's rows.
     load: Load
     backend: Backend | None = None  # The backend that one of ours asks for.
-    smoke: bool | None = None
 
 
 def _lowtide(name: str, backend: Backend, *devices: str) -> AttentionProvider:

@@ -29,7 +29,6 @@ class ShardedHead:
     distribution: str
     loss: Callable[[Tensor, Any, Tensor], Tensor]
     shards_head: bool = False
-    smoke: bool | None = None
     workspace: int | None = None
 
     def call(self, case: LossCase, inputs: Inputs) -> TimedCall:

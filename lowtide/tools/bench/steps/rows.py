@@ -48,7 +48,6 @@ class StepProvider(NamedTuple):
     applied: Callable[[nn.Module], AbstractContextManager[Any]]
     shards_head: bool = False
     """Whether its model has gone through `lowtide.shard_head`."""
-    smoke: bool | None = None
 
 
 class StepFigures(NamedTuple):
