@@ -88,7 +88,7 @@ def check_writable(path: Path) -> None:
 
 
 class _Tried(Exception):
-    """End a file that is not wanted."""
+    """Signal that a file can be written, so that it is left unwritten."""
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def unit_of(size: float, at_least: int = 1) -> tuple[int, str]:
-    """Return the largest unit of which a number of bytes has so many, and the unit's name."""
+    """Return the largest unit that `size` has at least `at_least` of, and its name."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= at_least * unit:
             return unit, name

@@ -22,7 +22,7 @@ NO_MEMORY = (
     *("can't allocate memory", "not enough memory", "alloc_cpu", "bad allocation", "std::bad_alloc"),
     *("Storage size calculation overflowed", "invalid size, tried to allocate"),
 )
-# Options that are not called as the argument that they are passed as.
+# Arguments whose option has another name.
 RENAMED = {"p": "dropout", "attn_bias": "bias"}
 REASONS = {
     errno.ENOSPC: "the disk is full",

@@ -104,7 +104,7 @@ def with_ignored(target_N: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def sweep(center: LossCase, axes: Collection[str]) -> list[LossCase]:
-    """Return the shapes along each axis through a center, which occurs once, by its own name."""
+    """Return the shapes along each axis through a center; the center occurs once."""
     cases = {}
     for axis in axes:
         for size in (int(getattr(center, axis) * factor) for factor in FACTORS):

@@ -1,7 +1,7 @@
-"""Measure what a call takes of the host: the time until Python goes on, forward and backward.
+"""Measure how long a call keeps the host busy: until Python continues, forward and backward.
 
-On CUDA the device computes meanwhile; it is waited for before each call, outside of the time. On
-the CPU the host computes. Each of lowtide's operators takes its turn with the same in plain torch.
+On CUDA the device computes meanwhile; each call begins when the device is idle. On the CPU the host
+computes. Each of lowtide's operators takes turns with the same in plain torch.
 
 Legend: N tokens, D features, V classes; B sequences of M tokens, H heads of K features.
 """

@@ -1,8 +1,8 @@
 """List entries that measure what every option of the loss costs, for `measure.rows`.
 
-An entry is one way to call lowtide. An option is the arguments that it adds to a call or puts in
-place of the benchmark's own. A function among them makes a tensor, once, before anything is timed.
-Those that require a gradient get one in a step.
+An entry is one way to call lowtide. An option consists of arguments, which are added to a call or
+replace the benchmark's own. A function among them makes a tensor, once, before anything is timed;
+if the tensor requires a gradient, a step computes it.
 
 Legend: N tokens, D features, V classes, R rank of an adapter.
 """
@@ -34,9 +34,9 @@ class Option:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     function: Function = lambda *inputs, **arguments: (linear_cross_entropy(*inputs, **arguments),)
     per_token: int = 0
-    """The number of outputs, all or 0, with one number a token and an upstream gradient."""
+    """How many outputs have one number a token, and so an upstream gradient; all of them, or 0."""
     losses: int = 1
-    """The number of the case's losses that it amounts to."""
+    """How many of the case's losses it computes."""
     workspace: int | None = None
     """None for the function's default."""
     distribution: str = "lowtide"

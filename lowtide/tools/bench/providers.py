@@ -31,17 +31,17 @@ class Unavailable(Exception):
 
 
 class TimedCall(NamedTuple):
-    """Hold what is timed, with nothing left to choose or to make."""
+    """Hold a call that is ready to be timed."""
 
     run: Callable[[], tuple[Tensor, ...]]
     leaves: tuple[Tensor, ...]
-    """The tensors whose gradients a step asks for; none if `run` returns these too."""
+    """The tensors whose gradients a step computes; empty if `run` returns the gradients as well."""
     upstream: tuple[Tensor, ...] | None = None
     """The gradient of each output; None for a loss that is one number."""
     losses: int = 1
-    """The number of the case's losses that it amounts to; its time is given for one."""
+    """How many of the case's losses it computes; its times are divided by this."""
     exact: bool = True
-    """Whether its results are compared with the exact ones; else they are known to be wrong."""
+    """False if its results are known to be wrong, and are not compared with the exact ones."""
 
 
 class BenchEntry(Protocol):

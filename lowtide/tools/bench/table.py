@@ -39,7 +39,7 @@ class Format(NamedTuple):
 
 
 def records(rows: Iterable[Any], environment: Environment, form: Format) -> list[dict[str, str]]:
-    """Return the rows as a reader of their CSV finds them."""
+    """Return the rows as a reader of their CSV would: every cell is a string."""
     found = [dict.fromkeys(form.columns) | asdict(environment) | form.record(row) for row in rows]
     return [{name: "" if value is None else str(value) for name, value in each.items()} for each in found]
 

@@ -1,6 +1,6 @@
 """Train one run on several ranks, which share its tokens or its classes.
 
-Seed, batches and steps are those of one process, so that the loss is, up to rounding.
+Seed, batches and steps are those of one process, and so is the loss, up to rounding.
 """
 
 from typing import Any

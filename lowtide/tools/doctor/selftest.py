@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 def run(device: str) -> Iterator[Outcome]:
     """Yield the outcome of each case as it ends.
 
-    Float32 products are exact to float32 meanwhile, whatever torch is allowed.
+    Meanwhile torch computes float32 products without TF32, whatever its setting.
     """
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")

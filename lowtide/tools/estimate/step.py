@@ -138,7 +138,7 @@ def run(setting: Setting, model: EstimatedModel, tracker: Tracker, report: Repor
     else:
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-    tracker.start("optimizer")
+    tracker.phase = "optimizer"
     optimizer.step()
     optimizer.zero_grad()
     for states in optimizer.state.values():
@@ -148,7 +148,7 @@ def run(setting: Setting, model: EstimatedModel, tracker: Tracker, report: Repor
     tracker.forget_peak()
 
     _differentiate(setting, model, tokens_BT, tracker, report)
-    tracker.start("optimizer")
+    tracker.phase = "optimizer"
     report("optimizer")
     optimizer.step()
     optimizer.zero_grad()
@@ -158,10 +158,10 @@ def _differentiate(
     setting: Setting, model: EstimatedModel, tokens_BT: Tensor, tracker: Tracker, report: Report
 ) -> None:
     """Run forward and backward."""
-    tracker.start("forward")
+    tracker.phase = "forward"
     with setting.dtype.precision("cpu"):
         loss = model.loss(tokens_BT)
-    tracker.start("backward")
+    tracker.phase = "backward"
     report("backward")
     # Start from an edge: Functions would intercept loss.backward(), which would then run without
     # Functions.

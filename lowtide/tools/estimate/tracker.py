@@ -67,9 +67,6 @@ class Tracker(TorchDispatchMode):
             entry[0] = category
         self.held[category] += entry[1]
 
-    def start(self, phase: str) -> None:
-        self.phase = phase
-
     def forget_peak(self) -> None:
         self.peak = dict(self.held)
 

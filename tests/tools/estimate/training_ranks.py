@@ -49,9 +49,8 @@ def divided_by_transformers(setting):
     """Return the model as Transformers' own functions divide it."""
     model = build(setting)
     module = saved_and_loaded(model.module).train()
-    for each in filter(
-        is_dtensor, module.parameters()
-    ):  # on the CPU they are views of the tensors that were loaded
+    # On the CPU the local tensors are views of the tensors that were loaded.
+    for each in filter(is_dtensor, module.parameters()):
         each._local_tensor.data = each._local_tensor.data.clone()
 
     def loss(tokens_BT):

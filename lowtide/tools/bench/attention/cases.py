@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lowtide.tools.environment import dtype_name
 
-Flags = tuple[
-    bool, bool, bool, bool
-]  # True for each of B, H, M, N that a bias has in full; its other sizes are 1.
+# True for each of B, H, M, N that a bias has in full; its other sizes are 1.
+Flags = tuple[bool, bool, bool, bool]
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 BY_QUERY_AND_KEY: Flags = (False, True, True, True)  # [1, H, M, N]

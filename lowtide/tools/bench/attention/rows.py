@@ -6,8 +6,8 @@ their ratios compare. A backward pass frees its graph, as in training. `peak_byt
 step beyond inputs, result, upstream gradient and gradients. The rates count the two products of a
 forward pass, 4 B H M N K, halved by a causal mask, and 2.5 times as much backward.
 
-`host_us` is the time after which each pass is back, measured on its own with an idle card. While
-passes are timed the host runs ahead, so that their times are those of the card.
+`host_us` is the time until each pass returns, measured separately with an idle card. While passes
+are timed the host runs ahead, so that their times are those of the card.
 
 Errors are relative Frobenius norms against products in float64 (`truth.py`). Dropout has none,
 because each provider drops other scores; nor has a case that would take too long.
@@ -129,7 +129,7 @@ class _Runner:
 def attention_rows(
     case: AttentionCase, providers: Iterable[AttentionProvider], budget_ms: float = BUDGET_MS
 ) -> Iterator[AttentionRow]:
-    """Yield providers that do not run as they fail, then the others in their given order."""
+    """Yield the rows of providers that cannot run, then those of the others, which take turns."""
     with _precision(case), _older_objects_frozen():
         shared = cache(partial(_Shared.of, case))
         runners: list[_Runner] = []

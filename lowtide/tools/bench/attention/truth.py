@@ -1,7 +1,7 @@
-"""Compute what attention's benchmark compares with, by the definition.
+"""Compute attention and its gradients by the definition: errors are relative to these.
 
-It takes a chunk of batches and queries at a time, in float64, or in float32 without TF32 for half
-precision that would take seconds.
+A chunk of batches and queries is computed at a time, in float64, or in float32 without TF32 for
+half precision that would take seconds.
 
 Legend: b batches of a chunk; H query heads, G key heads, R = H / G; M queries (m of a chunk), N
 keys; K features, E of values; r = R m rows, the query heads of a key head after each other.

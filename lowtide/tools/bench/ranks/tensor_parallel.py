@@ -1,9 +1,9 @@
 """List what is measured of a head whose classes are divided over ranks.
 
-"lowtide-no-collectives" shows how much of the time lowtide's collectives take. A gather copies what
-this rank has in place of what the others have, and sums over the ranks are left out. So products
-and kernels are those of the real call, and the results are wrong. What stays is that the hosts tell
-each other of the call.
+"lowtide-no-collectives" shows how much of the time lowtide's collectives take. In it a gather
+repeats this rank's part for every rank, and sums over ranks are left out. Products and kernels are
+those of the real call; the results are wrong. Only the messages by which the hosts agree on a call
+are still sent.
 """
 
 from collections.abc import Callable, Iterator

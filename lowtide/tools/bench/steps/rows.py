@@ -1,8 +1,8 @@
 """Measure whole steps of fine-tuning: a public model's forward, backward and optimizer step.
 
-The weights are drawn at random: a step takes the same time. Each provider changes how one and the
-same model computes its loss, and nothing else; the providers take turns. The learning rate is 0, so
-that all compute the same loss. `tokens_per_second` is of the median step. `ratio` is the median of
+The weights are drawn at random: a step takes as long as with trained ones. All providers take turns
+on the same model, and change only how it computes its loss. The learning rate is 0, so that all
+compute the same loss. `tokens_per_second` is of the median step. `ratio` is the median of
 the rounds' ratios to the eager step. `peak_bytes` counts parameters and optimizer states too.
 
 Under FSDP2 each rank has a batch of its own. Two models of the same weights take their turns, for
