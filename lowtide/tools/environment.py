@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from enum import Enum
 from importlib import metadata
@@ -16,8 +16,6 @@ import torch
 import lowtide
 from lowtide.tools.errors import UserError
 from lowtide.tools.ranks import launched, world_size
-
-ENVIRONMENT = ("date", "card", "torch", "triton", "lowtide", "clocks", "command")
 
 
 class Device(str, Enum):
@@ -59,6 +57,9 @@ class Environment:
             clocks=clocks(device),
             command=shlex.join([*launcher(), *sys.argv[1:]]),
         )
+
+
+ENVIRONMENT = tuple(each.name for each in fields(Environment))
 
 
 def launcher() -> list[str]:

@@ -38,7 +38,8 @@ def print_table(console: Console, results: Sequence[Result]) -> None:
         table.add_row("measured", *(_measured(each, unit) for each in results))
         table.add_row("estimate is off by", *(_error(each) for each in results))
     divided = f" in all, divided over {one.setting.ranks} ranks" * (one.setting.fsdp > 1)
-    console.print(f"[bold]{_title(one.setting)}[/bold]: {_count(one.parameters)} parameters{divided}")
+    title = f"{one.setting.batch} x {one.setting.length:,} tokens, {_how(one.setting)}"
+    console.print(f"[bold]{title}[/bold]: {_count(one.parameters)} parameters{divided}")
     console.print(f"assumed: {one.device}")
     console.print(table)
     console.print(
@@ -61,10 +62,6 @@ def _measured(result: Result, unit: int) -> str:
 
 def _error(result: Result) -> str:
     return "" if result.measured is None else f"{100 * (result.estimate.peak / result.measured - 1):+.1f} %"
-
-
-def _title(setting: Setting) -> str:
-    return f"{setting.batch} x {setting.length:,} tokens, {_how(setting)}"
 
 
 def _how(setting: Setting) -> str:

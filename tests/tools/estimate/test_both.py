@@ -10,16 +10,11 @@ from lowtide.tools.estimate.report import print_table
 from lowtide.tools.estimate.setting import Loss, Setting
 from lowtide.tools.estimate.step import Result, estimate
 from tests.support.ranks import RANKS
-from tests.tools.estimate.compare import compare
+from tests.tools.estimate.compare import MARKS, compare
 from tests.tools.estimate.conftest import TINY_LLAMA
 
 pytest.importorskip("transformers")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning"),
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-    ),
-]
+pytestmark = MARKS
 
 PLAIN = ["eager, {}, bfloat16, adamw, fsdp and tp", "lowtide, {}, bfloat16, adamw, fsdp and tp, workspace"]
 OTHERS = [

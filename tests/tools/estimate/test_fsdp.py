@@ -9,15 +9,10 @@ import torch.distributed as dist
 from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.estimate.step import estimate
-from tests.tools.estimate.compare import compare
+from tests.tools.estimate.compare import MARKS, compare
 from tests.tools.estimate.conftest import TINY_GPT2, TINY_LLAMA
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning"),
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-    ),
-]
+pytestmark = MARKS
 
 DEMO = [
     *("eager, demo-cpu, float32, adamw", "lowtide, demo-cpu, float32, adamw"),

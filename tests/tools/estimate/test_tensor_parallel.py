@@ -10,17 +10,12 @@ from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.estimate.step import estimate
 from tests.support.ranks import run_ranks
-from tests.tools.estimate.compare import compare
+from tests.tools.estimate.compare import MARKS, compare
 from tests.tools.estimate.conftest import TINY_GPT2, TINY_LLAMA
 from tests.tools.estimate.training_ranks import parsed, seeded
 
 pytest.importorskip("transformers")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning"),
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-    ),
-]
+pytestmark = MARKS
 
 LLAMA = [
     *("eager, {}, bfloat16, adamw, tp", "lowtide, {}, bfloat16, adamw, tp, workspace"),

@@ -6,6 +6,7 @@ multiples of 8. The table also has the floor of the unpadded operands.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Group
@@ -57,8 +58,8 @@ def render(rows: Sequence[HeadRow]) -> Group:
     )
     for heading in ("head", "D x V", "N", "floor ms", "engine", *providers):
         shown.add_column(heading, no_wrap=True)
-    for of_case in _by_case(ran):
-        case = of_case[0].case
+    for case, rows_of_case in groupby(ran, lambda row: row.case):  # in the order of the cases
+        of_case = list(rows_of_case)
         best = min(of_case, key=lambda row: _figures(row).aligned_ratio)
         cells = {row.provider.name: _cell(_figures(row), row is best) for row in of_case}
         engines = dict.fromkeys(row.engine for row in of_case if row.engine)
@@ -79,13 +80,6 @@ def _figures(row: HeadRow) -> Figures:
 def _floor(rows: Iterable[HeadRow], name: str) -> float:
     """Return the median of the floor's times; it was timed in turn with each provider."""
     return quantiles([getattr(row.figures, name) for row in rows], 0.5)[0]
-
-
-def _by_case(rows: Iterable[HeadRow]) -> list[list[HeadRow]]:
-    found: dict[str, list[HeadRow]] = {}
-    for row in rows:
-        found.setdefault(row.case.name, []).append(row)
-    return list(found.values())
 
 
 def _cell(own: Figures, best: bool) -> Text:
