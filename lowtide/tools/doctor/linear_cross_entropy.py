@@ -94,7 +94,8 @@ class AskedLossCall:
         with FakeTensorMode(), torch.no_grad():
             return make_plan(head, with_graph_facts(head, options, call_kind), call_kind)
 
-    def _given(self) -> Call:
+    def _check(self) -> None:
+        """Raise an ArgumentError for options that no call can have together, or not here."""
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ArgumentError(
                 "device must be one of this machine, as the plan depends on the card, got 'cuda'; "
@@ -122,6 +123,10 @@ class AskedLossCall:
                 for first in (min(rank * self.own_classes, self.V) for rank in range(self.ranks))
             ]
             check_layout(layout, self._shard())
+
+    def _given(self) -> Call:
+        """Return the call of tensors without data; raise any error that checking it raises."""
+        self._check()
         wants = self.gradients
         needs_grad = NeedsGrad((wants,), (wants,), wants and self.bias, False)
         casts = torch.autocast(self.device, self.autocast, enabled=self.autocast is not None)
