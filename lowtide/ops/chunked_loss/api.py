@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.functional.fsdp import gathered
 from lowtide.ops.linear_cross_entropy.definition.validation import check_normalizer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Function = Callable[..., Any]
 Mode = Literal["gradient_in_forward", "recompute"]
-
-
 INSTEAD_OF = dict.fromkeys(("chunks", "num_chunks", "n_chunks"), "pass chunk_size, a number of rows")
 OTHERWISE = (
     "pass tensors with the rows of hidden by place, after hidden, and what else loss_fn takes by "
@@ -25,80 +27,58 @@ Aux = tuple[Tensor, dict[str, Any]]
 """The loss, and the sums of aux over the chunks: tensors, or numbers if loss_fn gave numbers."""
 
 
+class ChunkOptions(TypedDict, total=False):
+    """Declare the options that do not change the type of the result."""
+
+    chunk_size: int | None
+    workspace: int | None
+    normalizer: float | Tensor | None
+    mode: Mode
+
+
 @overload
 def chunked_loss(
-    loss_fn: Callable[..., Any],
-    head: Callable[..., Any],
+    loss_fn: Function,
+    head: Function,
     hidden: Tensor | tuple[Tensor, ...],
     *token_tensors: Any,
-    chunk_size: int | None = None,
-    workspace: int | None = None,
-    normalizer: float | Tensor | None = None,
     has_aux: Literal[False] = False,
-    mode: Mode = "gradient_in_forward",
+    **options: "Unpack[ChunkOptions]",
 ) -> Tensor: ...
 @overload
 def chunked_loss(
-    loss_fn: Callable[..., Any],
-    head: Callable[..., Any],
+    loss_fn: Function,
+    head: Function,
     hidden: Tensor | tuple[Tensor, ...],
     *token_tensors: Any,
-    chunk_size: int | None = None,
-    workspace: int | None = None,
-    normalizer: float | Tensor | None = None,
     has_aux: Literal[True],
-    mode: Mode = "gradient_in_forward",
+    **options: "Unpack[ChunkOptions]",
 ) -> Aux: ...
 @overload
 def chunked_loss(
-    loss_fn: Callable[..., Any],
-    head: Callable[..., Any],
+    loss_fn: Function,
+    head: Function,
     hidden: Tensor | tuple[Tensor, ...],
     *token_tensors: Any,
-    chunk_size: int | None = None,
-    workspace: int | None = None,
-    normalizer: float | Tensor | None = None,
     has_aux: bool,
-    mode: Mode = "gradient_in_forward",
+    **options: "Unpack[ChunkOptions]",
 ) -> Tensor | Aux: ...
 @overload
 def chunked_loss(
-    loss_fn: Callable[..., Any],
-    *,
-    chunk_size: int | None = None,
-    workspace: int | None = None,
-    normalizer: float | Tensor | None = None,
-    has_aux: Literal[False] = False,
-    mode: Mode = "gradient_in_forward",
+    loss_fn: Function, *, has_aux: Literal[False] = False, **options: "Unpack[ChunkOptions]"
 ) -> Callable[..., Tensor]: ...
 @overload
 def chunked_loss(
-    loss_fn: Callable[..., Any],
-    *,
-    chunk_size: int | None = None,
-    workspace: int | None = None,
-    normalizer: float | Tensor | None = None,
-    has_aux: Literal[True],
-    mode: Mode = "gradient_in_forward",
+    loss_fn: Function, *, has_aux: Literal[True], **options: "Unpack[ChunkOptions]"
 ) -> Callable[..., Aux]: ...
 @overload
 def chunked_loss(
-    *,
-    chunk_size: int | None = ...,
-    workspace: int | None = ...,
-    normalizer: float | Tensor | None = ...,
-    has_aux: Literal[False] = ...,
-    mode: Mode = ...,
-) -> Callable[[Callable[..., Any]], Callable[..., Tensor]]: ...
+    *, has_aux: Literal[False] = False, **options: "Unpack[ChunkOptions]"
+) -> Callable[[Function], Callable[..., Tensor]]: ...
 @overload
 def chunked_loss(
-    *,
-    chunk_size: int | None = ...,
-    workspace: int | None = ...,
-    normalizer: float | Tensor | None = ...,
-    has_aux: Literal[True],
-    mode: Mode = ...,
-) -> Callable[[Callable[..., Any]], Callable[..., Aux]]: ...
+    *, has_aux: Literal[True], **options: "Unpack[ChunkOptions]"
+) -> Callable[[Function], Callable[..., Aux]]: ...
 @advises(INSTEAD_OF, "pass (loss_fn, head, hidden, ...)", otherwise=OTHERWISE)
 def chunked_loss(
     loss_fn: Callable[..., Any] | None = None,
