@@ -1,9 +1,8 @@
 """Name the masks of :func:`lowtide.memory_efficient_attention` as xformers does."""
 
+from lowtide.ops.attention.definition.block_diagonal import BlockDiagonalCausalMask, BlockDiagonalMask
 from lowtide.ops.attention.definition.masks import (
     AttentionBias,
-    BlockDiagonalCausalMask,
-    BlockDiagonalMask,
     LocalAttentionFromBottomRightMask,
     LowerTriangularFromBottomRightMask,
     LowerTriangularMask,

@@ -4,11 +4,12 @@ Nothing here chooses a backend or runs a kernel.
 
 The modules, in the order of imports (a module imports only those above it):
 
-    advice.py      what stands for names of xformers' masks
-    masks.py       the mask classes, and the interval of keys that each query sees
-    operands.py    the tensors and options of a call, in one layout
-    validation.py  errors for arguments that do not fit
-    layouts.py     views from the callers' layouts to [B, H, M, K] and back
-    dropout.py     which scores dropout keeps
-    reference.py   the definition, with all scores at once
+    advice.py          what stands for names of xformers' masks
+    masks.py           the mask classes, and the interval of keys that each query sees
+    block_diagonal.py  the masks of several sequences
+    operands.py        the tensors and options of a call, in one layout
+    validation.py      errors for arguments that do not fit
+    layouts.py         views from the callers' layouts to [B, H, M, K] and back
+    dropout.py         which scores dropout keeps
+    reference.py       the definition, with all scores at once
 """

@@ -1,0 +1,129 @@
+"""Define the masks of several sequences, under the names that xformers gave them.
+
+Shapes: M queries and N keys of all sequences; B_i sequences of M_i queries in tensor i.
+"""
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lowtide.core.errors import ArgumentError
+from lowtide.ops.attention.definition.masks import AttentionBias, Band
+
+
+class BlockDiagonalMask(AttentionBias):
+    """Represent sequences of several lengths, one after the other in a batch of one.
+
+    A query sees the keys of its own sequence. Make the mask with :meth:`from_seqlens` or
+    :meth:`from_tensor_list`.
+
+    Example::
+
+        mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # x: [1, sum of M_i, H, K]
+        y1, y2, y3 = mask.split(memory_efficient_attention(x, x, x, mask))
+
+    Memory: the starts of the sequences, once for each device.
+    """
+
+    def __init__(
+        self, q_seqlens: Sequence[int], kv_seqlens: Sequence[int], batch_sizes: Sequence[int] | None = None
+    ) -> None:
+        for name, lengths in (("q_seqlen", q_seqlens), ("kv_seqlen", kv_seqlens)):
+            if any(not isinstance(length, int) or length < 0 for length in lengths):
+                raise ArgumentError(f"{name} must be a list of ints of at least 0, got {list(lengths)}")
+        if len(q_seqlens) != len(kv_seqlens):
+            raise ArgumentError(
+                f"q_seqlen and kv_seqlen must be as long, got {len(q_seqlens)} and {len(kv_seqlens)}"
+            )
+        self.q_starts = (0, *accumulate(q_seqlens))
+        self.k_starts = (0, *accumulate(kv_seqlens))
+        self.made_for = self.q_starts[-1], self.k_starts[-1]
+        # The name is that of xformers, because some code (DINOv2) makes the mask from lengths alone
+        # and then sets this attribute.
+        self._batch_sizes = batch_sizes
+        self._starts: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def from_seqlens(
+        cls,
+        q_seqlen: Sequence[int],
+        kv_seqlen: Sequence[int] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> "BlockDiagonalMask":
+        """Return the mask of sequences with these lengths; `kv_seqlen` defaults to `q_seqlen`.
+
+        If a device is given, the starts of the sequences are copied there now. Raises a ValueError
+        if a length is not an int of at least 0, or if the two lists differ in length.
+        """
+        mask = cls(tuple(q_seqlen), tuple(q_seqlen if kv_seqlen is None else kv_seqlen))
+        if device is not None:
+            mask.blocks(torch.device(device))
+        return mask
+
+    @classmethod
+    def from_tensor_list(cls, tensors: Sequence[Tensor]) -> "tuple[BlockDiagonalMask, Tensor]":
+        """Return the mask of several tensors, and all of them as one tensor [1, sum, ...].
+
+        Shapes: each tensor is [B_i, M_i, ...] and holds B_i sequences.
+        """
+        lengths = [tensor.shape[1] for tensor in tensors for _ in range(tensor.shape[0])]
+        mask = cls(lengths, lengths, [tensor.shape[0] for tensor in tensors])
+        flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in tensors]
+        return mask, torch.cat(flat, dim=1)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Return the parts of a tensor that :meth:`from_tensor_list` joined, or of a result."""
+        return self.split_queries(tensor)
+
+    def split_queries(self, tensor: Tensor) -> list[Tensor]:
+        """Return the parts of a tensor [1, M, ...], by the queries of each sequence."""
+        return self._split(tensor, self.q_starts)
+
+    def split_kv(self, tensor: Tensor) -> list[Tensor]:
+        """Return the parts of a tensor [1, N, ...], by the keys of each sequence."""
+        return self._split(tensor, self.k_starts)
+
+    def _split(self, tensor: Tensor, starts: Sequence[int]) -> list[Tensor]:
+        """Return the parts of a tensor: one for each joined tensor, or else for each sequence."""
+        if tensor.shape[:2] != (1, starts[-1]):
+            raise ArgumentError(f"tensor must have shape [1, {starts[-1]}, ...], got {list(tensor.shape)}")
+        parts, sequence = [], 0
+        for batch in self._batch_sizes or (1,) * (len(starts) - 1):
+            piece = tensor[:, starts[sequence] : starts[sequence + batch]]
+            parts.append(piece.reshape(batch, -1, *tensor.shape[2:]) if batch else piece)
+            sequence += batch
+        return parts
+
+    def make_causal(self) -> "BlockDiagonalCausalMask":
+        """Return a mask of the same sequences, each with a :class:`LowerTriangularMask`."""
+        causal = copy.copy(self)
+        causal.__class__ = BlockDiagonalCausalMask
+        return causal  # type: ignore[return-value]
+
+    def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return where each sequence starts among queries and among keys, and where the last ends.
+
+        Both vectors are int32, on the device.
+        """
+        if device not in self._starts:
+            self._starts[device] = (
+                torch.tensor(self.q_starts, dtype=torch.int32, device=device),
+                torch.tensor(self.k_starts, dtype=torch.int32, device=device),
+            )
+        return self._starts[device]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.q_starts) - 1} sequences)"
+
+
+class BlockDiagonalCausalMask(BlockDiagonalMask):
+    """Represent a :class:`BlockDiagonalMask` that is causal within each sequence.
+
+    The i-th query of a sequence sees no key after the i-th key of that sequence.
+    """
+
+    band = Band(right=0)
