@@ -15,5 +15,6 @@ The modules, in the order of imports (a module imports only those above it):
     launch_few_queries.py  launches of forward for a few queries with many keys
     launch_forward.py   the launch of forward
     launch_stored_scores.py  launches that store a strip's gradients of scores, or read them
-    launch_backward.py  launches of backward
+    launch_recomputed.py  launches of backward that compute scores again
+    launch_backward.py  the ways that backward takes, and which launches each is made of
 """

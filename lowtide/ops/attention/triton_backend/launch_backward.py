@@ -25,27 +25,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lowtide.core.kernels.backend import cdiv, next_power_of_2
+from lowtide.core.kernels.backend import cdiv
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, allocate, is_far
-from lowtide.ops.attention.triton_backend import launch_small_problems, launch_stored_scores
-from lowtide.ops.attention.triton_backend.kernels.confident_rows import confident_delta_kernel
-from lowtide.ops.attention.triton_backend.kernels.recompute import (
-    delta_kernel,
-    key_value_gradient_kernel,
-    query_gradient_kernel,
+from lowtide.ops.attention.triton_backend import (
+    launch_recomputed,
+    launch_small_problems,
+    launch_stored_scores,
 )
-from lowtide.ops.attention.triton_backend.kernels.whole_problems import whole_problem_gradient_kernel
-from lowtide.ops.attention.triton_backend.launch import (
-    KernelCall,
-    kernel_call,
-    step_of,
-    strides_of,
-)
+from lowtide.ops.attention.triton_backend.launch import KernelCall, kernel_call, step_of
 from lowtide.ops.attention.triton_backend.launch_stored_scores import StripMemory
 from lowtide.ops.attention.triton_backend.strips import Stored, Strip, scores_to_store, strips
 
-# The queries of one program of delta_kernel.
-ROWS = 64
 # LONGEST: the most queries and the most keys of a short problem. PROBLEMS: the fewest problems for
 # which one program computes a whole short problem (decision 0061).
 LONGEST, PROBLEMS = 1024, 528
@@ -92,7 +82,7 @@ def backward(
     many = call.find_tile("query") is None
     together = call.find_tile("key and value") is not None
     own_bias = together and not many and _is_own_bias(call, bias)
-    row_terms = _row_terms(call, out, low, statistics)
+    row_terms = launch_recomputed.row_terms(call, out, low, statistics)
     grad_bias = bias_of_scores = bias_sum = None
     if bias is not None:
         if bias.shape[2] == 1:  # the kernel of dk, dv or the stored scores sums dz over queries
@@ -110,7 +100,7 @@ def backward(
     )  # fmt: skip
     whole, every = _is_whole(call), Strip(0, B, 0, G, 0, N)
     if whole:
-        _confident_delta("whole problem", call._replace(pieces=1), every)
+        launch_recomputed.confident_delta("whole problem", call._replace(pieces=1), every)
     if own_bias:
         needs_grad = *needs_grad[:3], False
     elif _sums_short_bias(call, whole):
@@ -118,13 +108,13 @@ def backward(
         call, needs_grad = call._replace(grad_bias=None), (*needs_grad[:3], False)
     stores = scores_to_store(operands, options, needs_grad, together, many)
     if whole:
-        _whole_problems(call)
+        launch_recomputed.whole_problems(call)
     elif many or (any(stores) and not (together and _leaves_idle(call, stores))):
         _in_strips(call, stores, many)
     else:
         if grad_query is not None or own_bias:
-            _confident_delta("query", call._replace(pieces=1), every)
-            _query_gradient(call)
+            launch_recomputed.confident_delta("query", call._replace(pieces=1), every)
+            launch_recomputed.query_gradient(call)
         _key_value_gradients(call)
     if bias_sum is not None:
         assert bias is not None
@@ -139,53 +129,6 @@ def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Oper
     first, end = (None if each is None else each.contiguous() for each in (operands.first, operands.end))
     operands = operands._replace(query=query, key=key, value=value, first=first, end=end)
     return operands, out, statistics.contiguous()
-
-
-def _row_terms(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tensor) -> Tensor:
-    """Return the numbers of each row that backward's tiles read (recompute.delta_kernel)."""
-    B, H, _, M, _, _, E = call.size
-    base_2 = call.switches.base_2
-    row_terms = statistics.new_empty(B, H, 2 if base_2 else 3, M)
-    tiles, block = cdiv(M, ROWS), min(128, max(16, next_power_of_2(E)))
-    # Compute the step anew: hooks on saved tensors may have changed the strides of the result.
-    step = step_of((out, low, call.grad_output), E)
-    delta_kernel[(tiles * B * H,)](
-        out, low, call.grad_output, call.grad_logsumexp, statistics, row_terms, out.stride(),
-        strides_of(low), strides_of(call.grad_output), call.lse_strides, H, M, E, tiles, BASE_2=base_2,
-        BLOCK_M=ROWS, BLOCK_E=block, CUT_E=step * (E % block > 0),
-    )  # fmt: skip
-    return row_terms
-
-
-def _confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
-    """Compute row_terms anew in float32, as `kernel` computes scores, where rows are confident.
-
-    A row is confident if one key has more than half of its weight (kernels/confident_rows.py).
-    `call` holds the operands as `kernel` reads them, in pieces or not. With two pieces (TF32
-    allowed) nothing is done: the products' own errors are larger than that of delta.
-    """
-    if call.dtype.itemsize == 2 or call.pieces == 2:
-        return
-    tile = call.tile(kernel)
-    tiles = cdiv(call.size.M, tile.M)
-    confident_delta_kernel[(tiles * heads.batches * heads.groups * call.size.R,)](
-        *call.tensors, call.grad_output, call.grad_logsumexp, call.row_terms, *call.strides,
-        strides_of(call.grad_output), call.lse_strides, heads.batches, *call.sizes,
-        heads.first_group * call.size.R, tiles, *call.scalars, **call.constants, PIECES=call.pieces,
-        **tile.constants, **tile.options,
-    )  # fmt: skip
-
-
-def _query_gradient(call: KernelCall) -> None:
-    """Write dq, and the gradient of a bias that nothing shares, from recomputed scores."""
-    B, H, _, M, _, _, _ = call.size
-    tile = call.tile("query")
-    tiles = cdiv(M, tile.M)
-    query_gradient_kernel[(tiles * B * H, tile.blocks_K)](
-        *call.tensors, call.grad_output, call.row_terms, call.grad_query, call.grad_bias, *call.strides,
-        strides_of(call.grad_output), strides_of(call.grad_query), strides_of(call.grad_bias), *call.sizes,
-        tiles, *call.scalars, **call.constants, **tile.constants, **tile.options,
-    )  # fmt: skip
 
 
 def _is_whole(call: KernelCall) -> bool:
@@ -222,21 +165,6 @@ def _shares_bias(call: KernelCall) -> bool:
     return bias is not None and bias.shape[0] == 1 and size.B > 1 and max(size.M, size.N) <= LONGEST
 
 
-def _whole_problems(call: KernelCall) -> None:
-    """Write dq, dk and dv, each problem in one program."""
-    B, H, _, M, N, _, _ = call.size
-    tile, grad_query = call.tile("whole problem"), call.grad_query
-    assert grad_query is not None
-    grad_query.zero_()  # programs add to it; float32 like its operand, as all these calls are
-    cut = call.first is not None or M % tile.M > 0 or N % tile.N > 0
-    whole_problem_gradient_kernel[(B * H,)](
-        *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, grad_query,
-        call.grad_key, call.grad_value, *call.strides, strides_of(call.grad_output), grad_query.stride(),
-        strides_of(call.grad_key), strides_of(call.grad_value), H, *call.sizes[2:], *call.scalars,
-        **call.constants, CUT=cut, **tile.constants_of_one_block, **tile.options,
-    )  # fmt: skip
-
-
 def _in_strips(call: KernelCall, stores: Stored, many: bool) -> None:
     """Write all gradients, strip by strip, and reuse one buffer for what the strips store."""
     size, bias, pieces = call.size, call.grad_bias, call.pieces if call.pieces > 1 else 0
@@ -264,12 +192,12 @@ def _strips_of_heads(
     # A kernel of both dk and dv splits the value itself. With more features, where dk and dv are
     # computed apart, registers have no room for that.
     call = call.split(first.heads(call.size), first.key_heads, ("value",) if together else ())
-    _confident_delta("key and value" if together else "value", call, first)
+    launch_recomputed.confident_delta("key and value" if together else "value", call, first)
     for strip in of_heads:
         memory = launch_stored_scores.memory_of(call, strip, stores, room)
         if many:
             launch_stored_scores.store(call, strip, memory)
-        has_key = not many and _key_value_gradient(call, strip, memory)
+        has_key = not many and launch_recomputed.key_value_gradient(call, strip, memory)
         if total is not None:
             launch_stored_scores.query_gradient(call, strip, memory, total, add)
         if not has_key:
@@ -277,19 +205,6 @@ def _strips_of_heads(
         if call.grad_bias is not None:
             launch_stored_scores.bias_gradient(call, strip, memory, call.grad_bias, add_bias)
     _round_sum(total, grad_query)
-
-
-def _key_value_gradient(call: KernelCall, strip: Strip, memory: StripMemory) -> bool:
-    """Write dv, and dk unless stored gradients will give it; return True if dk is written."""
-    if call.find_tile("key and value") is not None:
-        _key_value("key and value", call, strip, memory)
-        return True
-    if call.pieces == 1 and memory.grad_scores is None and memory.grad_z is None:
-        _key_value("key", call._replace(grad_value=None), strip, memory)
-        _key_value("value", call._replace(grad_key=None, bias_sum=None), strip, memory)
-        return True
-    _key_value("value", call._replace(grad_key=None), strip, memory)
-    return False
 
 
 def _leaves_idle(call: KernelCall, stores: Stored) -> bool:
@@ -319,28 +234,9 @@ def _key_value_gradients(call: KernelCall) -> None:
     for first in range(0, size.G, groups):
         strip = Strip(0, size.B, first, min(groups, size.G - first), 0, size.N)
         own = call.split(strip.heads(size), strip.key_heads, loaded_once)
-        _confident_delta("key and value" if together else "value", own, strip)
-        _key_value_gradient(own, strip, StripMemory())
+        launch_recomputed.confident_delta("key and value" if together else "value", own, strip)
+        launch_recomputed.key_value_gradient(own, strip, StripMemory())
         del own  # free these pieces before the next ones are made
-
-
-def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory) -> None:
-    """Write those of dk, dv, bias_sum and the strip's stored gradients that have memory."""
-    results = call.grad_key, call.grad_value, call.bias_sum, memory.grad_scores, memory.grad_z
-    if all(each is None for each in results):
-        return
-    tile = call.tile(kernel)
-    tiles = cdiv(strip.keys, tile.N)
-    blocks_k = 1 if call.grad_key is None else tile.blocks_K
-    blocks_e = 1 if call.grad_value is None else tile.blocks_E
-    programs = tiles * strip.batches * strip.groups, max(blocks_k, blocks_e)
-    key_value_gradient_kernel[programs](
-        *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, *results,
-        *call.strides, strides_of(call.grad_output), strides_of(call.grad_key),
-        strides_of(call.grad_value), memory.strides, strip.batches, *call.sizes, strip.first_group,
-        strip.first_key, tiles, *call.scalars, **call.constants, PIECES=call.pieces, **tile.constants,
-        **tile.options,
-    )  # fmt: skip
 
 
 def _rows_of_keys(call: KernelCall) -> tuple[Tensor | None, Tensor | None]:

@@ -68,7 +68,7 @@ class Way:
 ONE_TILE = (
     "launch_small_problems.problem_forward_kernel",
     "launch_small_problems.problem_gradient_kernel",
-    "launch_backward.delta_kernel",
+    "launch_recomputed.delta_kernel",
 )
 SHARED = "launch_small_problems.short_bias_gradient_kernel"
 WAYS = {
@@ -85,7 +85,7 @@ WAYS = {
         2,
         {"launch_backward.PROBLEMS": 1},
         (SHARED,),
-        (SHARED, "launch_backward.whole_problem_gradient_kernel"),
+        (SHARED, "launch_recomputed.whole_problem_gradient_kernel"),
     ),
     # Long sequences in float32, whose strips would be too small for a card.
     "recomputed": Way(
@@ -95,7 +95,7 @@ WAYS = {
         1,
         {"launch_backward._leaves_idle": lambda call, _: call.grad_bias is None},
         (),
-        ("launch_backward.query_gradient_kernel", "launch_backward.key_value_gradient_kernel"),
+        ("launch_recomputed.query_gradient_kernel", "launch_recomputed.key_value_gradient_kernel"),
     ),
 }
 

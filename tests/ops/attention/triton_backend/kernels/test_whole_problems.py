@@ -20,8 +20,9 @@ def launches(monkeypatch):
     """Any number of problems is many. Gives the number of launches."""
     monkeypatch.setattr(launch_backward, "PROBLEMS", 1)
     found = []
-    launch = launch_backward._whole_problems
-    monkeypatch.setattr(launch_backward, "_whole_problems", lambda call: found.append(launch(call)))
+    launch_recomputed = launch_backward.launch_recomputed
+    launch = launch_recomputed.whole_problems
+    monkeypatch.setattr(launch_recomputed, "whole_problems", lambda call: found.append(launch(call)))
     return found
 
 
