@@ -41,15 +41,6 @@ class Scalars(NamedTuple):
     rescale: float
 
 
-class Switches(NamedTuple):
-    """Hold compile-time constants of every kernel that computes scores (kernels/tiles.py)."""
-
-    softcap: float
-    precision: str
-    base_2: bool
-    column_bias: bool
-
-
 class KernelCall(NamedTuple):
     """Hold the tensors and constants that kernels take, for one call or some of its batches."""
 
@@ -70,7 +61,8 @@ class KernelCall(NamedTuple):
     """Dropout's row keys, [B, H, M], int32; column_key holds its column keys, [N]."""
     column_key: Tensor | None
     scalars: Scalars
-    switches: Switches
+    constants: dict[str, Any]
+    """The compile-time constants of every kernel that computes scores (kernels/tiles.py)."""
     step: int
     """A divisor of K, E and each row's offset, which kernels rely on (step_of, tiles.multiple)."""
     # The following fields are for backward only.
@@ -101,14 +93,6 @@ class KernelCall(NamedTuple):
         """Return the first arguments of every kernel that computes scores."""
         vectors = self.first, self.end, self.row_key, self.column_key
         return self.query, self.key, self.value, self.bias, *vectors
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Return the compile-time constants of every kernel that computes scores, by name."""
-        return {
-            "SOFTCAP": self.switches.softcap, "PRECISION": self.switches.precision,
-            "BASE_2": self.switches.base_2, "COLUMN_BIAS": self.switches.column_bias,
-        }  # fmt: skip
 
     @property
     def strides(self) -> tuple[Strides, ...]:
@@ -172,9 +156,12 @@ def kernel_call(operands: Operands, options: AttentionOptions) -> KernelCall:
         row_key, column_key = _dropout_keys(seed, size)
         rate = options.dropout
         scalars = Scalars(options.scale, dropout.limit(rate), dropout.rescale(rate))
-    column_bias = bias is not None and bias.shape[2] == 1
-    base_2 = query.dtype.itemsize == 2 and not operands.adds_bias
-    switches = Switches(options.softcap, precision(), base_2, column_bias)
+    constants = {
+        "SOFTCAP": options.softcap,
+        "PRECISION": precision(),
+        "BASE_2": query.dtype.itemsize == 2 and not operands.adds_bias,
+        "COLUMN_BIAS": bias is not None and bias.shape[2] == 1,
+    }
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
     vectors = first, end, row_key, column_key
@@ -183,7 +170,7 @@ def kernel_call(operands: Operands, options: AttentionOptions) -> KernelCall:
     # which Triton detects by itself. In kernels that do not split float32, the hint was not
     # measured (decision 0065).
     step = 1 if pieces > 1 else step_of((query, key, value), size.K, size.E)
-    return KernelCall(size, query.dtype, pieces, query, key, value, bias, *vectors, scalars, switches, step)
+    return KernelCall(size, query.dtype, pieces, query, key, value, bias, *vectors, scalars, constants, step)
 
 
 def _dropout_keys(seed: Tensor, size: AttentionSizes) -> tuple[Tensor, Tensor]:

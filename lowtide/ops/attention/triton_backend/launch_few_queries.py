@@ -48,6 +48,6 @@ def forward(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tenso
     if parts > 1:
         merge_parts_kernel[(cdiv(rows, ROWS),)](
             part, part_sums, out, low, statistics, out.stride(), H, M, E, rows, parts,
-            call.scalars.rescale, BASE_2=call.switches.base_2, BLOCK_M=ROWS,
+            call.scalars.rescale, BASE_2=call.constants["BASE_2"], BLOCK_M=ROWS,
             BLOCK_E=max(16, next_power_of_2(E)), num_warps=4, num_stages=1,
         )  # fmt: skip

@@ -27,7 +27,7 @@ ROWS = 64
 def row_terms(call: KernelCall, out: Tensor, low: Tensor | None, statistics: Tensor) -> Tensor:
     """Return the numbers of each row that backward's tiles read (recompute.delta_kernel)."""
     B, H, _, M, _, _, E = call.size
-    base_2 = call.switches.base_2
+    base_2 = call.constants["BASE_2"]
     row_terms = statistics.new_empty(B, H, 2 if base_2 else 3, M)
     tiles, block = cdiv(M, ROWS), min(128, max(16, next_power_of_2(E)))
     # Compute the step anew: hooks on saved tensors may have changed the strides of the result.

@@ -81,7 +81,7 @@ def query_gradient(
         call.key, call.first, call.end, memory.grad_scores, grad_query, strides_of(call.key),
         memory.strides, grad_query.stride(), strip.batches, R, M, N, K, strip.first_group,
         strip.groups, strip.first_key, strip.end_key, tiles, call.scalars.scale,
-        PRECISION=call.switches.precision, PIECES=call.pieces, ADD=add, BLOCK_M=tile.M, BLOCK_N=tile.N,
+        PRECISION=call.constants["PRECISION"], PIECES=call.pieces, ADD=add, BLOCK_M=tile.M, BLOCK_N=tile.N,
         BLOCK_K=tile.K, BLOCKS_K=tile.blocks_K, CUT_K=tile.cut_K, **tile.options,
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def key_value_gradients(
         memory.grad_scores, memory.weight, call.grad_key, grad_value, strides_of(call.query),
         strides_of(call.grad_output), memory.strides, strides_of(call.grad_key),
         strides_of(grad_value), strip.batches, R, M, N, K, E, strip.first_group, strip.groups,
-        strip.first_key, call.scalars.scale, PRECISION=call.switches.precision, PIECES=call.pieces,
+        strip.first_key, call.scalars.scale, PRECISION=call.constants["PRECISION"], PIECES=call.pieces,
         **tile.constants, **tile.options,
     )  # fmt: skip
 
