@@ -49,8 +49,7 @@ class Blockwise:
             self.rescale = dropout.rescale(options.dropout)
 
     def chunks(self) -> Iterator[Chunk]:
-        for batches, groups in head_chunks(self.size.B, self.size.G, self.shape.heads):
-            yield Chunk(batches, groups, self.size.R, self.dtype)
+        return head_chunks(self.size, self.shape.heads, self.dtype)
 
     def rows(self) -> Iterator[slice]:
         return blocks(self.size.M, self.shape.rows)

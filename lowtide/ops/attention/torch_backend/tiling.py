@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.core.matmul import blocks
 from lowtide.ops.attention.definition.operands import AttentionSizes
 
 # The most scores of a tile. A tile of this size stays in a core's own cache between operations on
@@ -99,16 +100,12 @@ def tile_shape(size: AttentionSizes) -> TileShape:
     return TileShape(max(1, TILE // (rows * columns)), max(1, rows // size.R), columns)
 
 
-def head_chunks(B: int, G: int, heads: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the batches and key heads of each chunk: whole batches, or some heads of one batch.
+def head_chunks(size: AttentionSizes, heads: int, dtype: torch.dtype) -> Iterator[Chunk]:
+    """Yield the chunks: whole batches, or some heads of one batch.
 
-    `heads` is the most key heads of a chunk, counted over its batches.
+    `heads` is the most key heads of a chunk, counted over its batches. `dtype` is that of the
+    products.
     """
-    if heads >= G > 0:
-        step = heads // G
-        for batch in range(0, B, step):
-            yield slice(batch, min(batch + step, B)), slice(0, G)
-        return
-    for batch in range(B):
-        for head in range(0, G, heads):
-            yield slice(batch, batch + 1), slice(head, min(head + heads, G))
+    for batches in blocks(size.B, max(1, heads // max(1, size.G))):
+        for groups in blocks(size.G, heads):
+            yield Chunk(batches, groups, size.R, dtype)
