@@ -62,31 +62,27 @@ class BackendChoice(NamedTuple):
         return "; ".join(reasons) or "it is named"
 
 
-# The choices without a reason against another backend, made once.
-SDPA, REFERENCE, TORCH, TRITON = map(BackendChoice, ("sdpa", "reference", "torch", "triton"))
-
-
 def choose_backend(call: AttentionCall) -> BackendChoice:
     """Return the backend for this call; raise if a named one cannot run it."""
     operands, named, against_sdpa = call.operands, call.options.backend, None
     if named in ("auto", "sdpa"):
         against_sdpa = reason_against_sdpa(call)
         if against_sdpa is None:
-            return SDPA
+            return BackendChoice("sdpa")
         if named == "sdpa":
             raise ArgumentError(f"backend='sdpa' cannot run this call: {against_sdpa}; use backend='auto'")
     if named == "reference":
-        return REFERENCE
+        return BackendChoice("reference")
     if in_transform(*operands.differentiable):
         return BackendChoice("higher_order", against_sdpa)
     if named == "torch":
-        return TORCH
+        return BackendChoice("torch")
     if named == "auto" and operands.device.type == "cpu":
         return BackendChoice("torch", against_sdpa, "on the CPU its interpreter runs by name")
     against_triton = _reason_against_triton(operands)
     if named == "triton":
         if against_triton is None:
-            return TRITON
+            return BackendChoice("triton")
         raise ArgumentError(
             f"backend='triton' cannot run this call: {against_triton}; use backend='auto' or 'torch'"
         )

@@ -22,9 +22,6 @@ from lowtide.ops.attention.operator.autograd import Gradients, differentiable_ba
 from lowtide.ops.attention.triton_backend import launch_backward, launch_forward
 from lowtide.ops.attention.triton_backend.kernels.bf16_split import piece_count
 
-Given = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Query, key, value and bias as the caller has them."""
-
 
 class RecordedCall:
     """Hold what calls that are alike have in common, and none of their tensors.
