@@ -11,9 +11,10 @@ from lowtide.core.autodiff import in_transform
 from lowtide.core.errors import advises
 from lowtide.core.fsdp import expect_gradients
 from lowtide.ops.distillation import autograd, higher_order
-from lowtide.ops.distillation.heads import DistillationOptions, Heads, Reduction
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.sharding import Division, own_heads
 from lowtide.ops.distillation.validation import check_beta, check_heads, check_options
+from lowtide.ops.linear_cross_entropy.definition.head import Reduction
 from lowtide.ops.linear_cross_entropy.sharding import telling_errors
 
 if TYPE_CHECKING:
@@ -161,10 +162,8 @@ def forward_kl(
 
     Source: Hinton et al., arxiv.org/abs/1503.02531.
     """
-    student, teacher = (
-        (student_input, student_weight, student_bias),
-        (teacher_input, teacher_weight, teacher_bias),
-    )
+    student = student_input, student_weight, student_bias
+    teacher = teacher_input, teacher_weight, teacher_bias
     options = DistillationOptions(0.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
     division = Division(group, first_class, num_classes, tokens_sharded)
     return _divergence(Heads(*student, *teacher, ignored), options, division)
@@ -207,10 +206,8 @@ def reverse_kl(
 
     Source: MiniLLM, arxiv.org/abs/2306.08543.
     """
-    student, teacher = (
-        (student_input, student_weight, student_bias),
-        (teacher_input, teacher_weight, teacher_bias),
-    )
+    student = student_input, student_weight, student_bias
+    teacher = teacher_input, teacher_weight, teacher_bias
     options = DistillationOptions(1.0, temperature, reduction, workspace, student_softcap, teacher_softcap)
     division = Division(group, first_class, num_classes, tokens_sharded)
     return _divergence(Heads(*student, *teacher, ignored), options, division)
@@ -264,10 +261,8 @@ def jensen_shannon(
 
     Source: GKD, arxiv.org/abs/2306.13649, where P is the teacher and Q the student.
     """
-    student, teacher = (
-        (student_input, student_weight, student_bias),
-        (teacher_input, teacher_weight, teacher_bias),
-    )
+    student = student_input, student_weight, student_bias
+    teacher = teacher_input, teacher_weight, teacher_bias
     options = DistillationOptions(beta, temperature, reduction, workspace, student_softcap, teacher_softcap)
     division = Division(group, first_class, num_classes, tokens_sharded)
     return _divergence(Heads(*student, *teacher, ignored), options, division, mixes=True)

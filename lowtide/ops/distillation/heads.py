@@ -12,14 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.definition.head import Reduction, VocabShard, capped, compute_dtype
+from lowtide.ops.linear_cross_entropy.definition.head import VocabShard, capped, compute_dtype
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, may_depend_on_tokens
-
-__all__ = ["DistillationOptions", "Heads", "Reduction", "Side"]
 
 Side = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias of one head."""
-
 
 # Number of tensors of the logits' size that the dense computation holds at once. Without gradients:
 # the log-softmax of both heads, and the terms of the divergence. In backward: the log-softmax of
@@ -37,10 +34,6 @@ class Heads(NamedTuple):
     teacher_weight: Tensor  # [V, D_t]
     teacher_bias: Tensor | None  # [V]
     ignored: Tensor | None  # [...]
-
-    @classmethod
-    def of(cls, student: Side, teacher: Side, ignored: Tensor | None) -> "Heads":
-        return cls(*student, *teacher, ignored)
 
     @property
     def leading(self) -> torch.Size:

@@ -25,11 +25,6 @@ COPIES = 32
 CUT = ("student_input", "teacher_input", "ignored")
 
 
-def reference(heads: Heads, options: DistillationOptions) -> Tensor:
-    """Compute the definition, with all logits at once."""
-    return _reduced(_losses(_flat(heads.detached_teacher(), options), options), heads, options)
-
-
 def distillation(heads: Heads, options: DistillationOptions) -> Tensor:
     """Compute the definition, a chunk of rows at a time."""
     flat = _flat(heads.detached_teacher(), options)
@@ -74,9 +69,9 @@ def _flat(heads: Heads, options: DistillationOptions) -> Heads:
         exact_VD = weight_VD.to(dtype).to(options.sum_dtype)
         return x_ND, exact_VD, None if bias_V is None else bias_V.to(options.sum_dtype)
 
-    return Heads.of(
-        side(*heads.student, options.student_dtype),
-        side(*heads.teacher, options.teacher_dtype),
+    return Heads(
+        *side(*heads.student, options.student_dtype),
+        *side(*heads.teacher, options.teacher_dtype),
         None if heads.ignored is None else heads.ignored.flatten(),
     )
 

@@ -36,14 +36,9 @@ from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from lowtide.ops.linear_cross_entropy.ranks.agreement import OwnCall, agree
 
-TYPES: dict[Any, str] = {
-    Tensor: "Tensor",
+SCHEMA_TYPES: dict[Any, str] = {  # others by their own names
     Tensor | None: "Tensor?",
     torch.dtype: "ScalarType",
-    str: "str",
-    bool: "bool",
-    int: "int",
-    float: "float",
     float | None: "float?",
     int | None: "int?",
 }
@@ -51,7 +46,8 @@ TYPES: dict[Any, str] = {
 
 def _schema(fields: type) -> str:
     """Return the schema of a named tuple's fields."""
-    return ", ".join(f"{TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
+    hints = get_type_hints(fields).items()
+    return ", ".join(f"{SCHEMA_TYPES.get(kind) or kind.__name__} {name}" for name, kind in hints)
 
 
 ARGUMENTS = f"{_schema(Heads)}, bool[] needs_grad, {_schema(DistillationOptions)}"

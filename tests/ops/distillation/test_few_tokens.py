@@ -53,7 +53,7 @@ def plan_of(N, D, V, *, dtype=BF16, workspace=None, device="cuda", ignored=False
             (*(torch.empty(rows, D, dtype=dtype, device=device) for rows in (N, V)), None) for _ in range(2)
         )
         mask = torch.empty(N, dtype=torch.bool, device=device) if ignored else None
-        heads, wanted = Heads.of(student, teacher, mask), [True, True, False]
+        heads, wanted = Heads(*student, *teacher, mask), [True, True, False]
         student[0].requires_grad_(), student[1].requires_grad_()
         options = DistillationOptions(0.0, workspace=workspace).of(heads, None)
         options = options.with_graph_facts(heads, wanted)
