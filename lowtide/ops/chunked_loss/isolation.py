@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,24 +21,20 @@ def isolated() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
-        if _top_hooks() is not None:
+        if torch_private.top_saved_tensors_hooks(True) is not None:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_pack, _unpack))
         yield
 
 
 def is_isolated() -> bool:
     """Return True unless head or loss_fn installed hooks, a transform or forward mode."""
-    hooks = _top_hooks()
+    hooks = torch_private.top_saved_tensors_hooks(True)
     return not any_transform() and (hooks is None or hooks[0] is _pack)
 
 
 def any_transform() -> bool:
     """Return True if a transform of torch.func or forward mode is active."""
     return torch_private.current_level() is not None or forward_ad._current_level >= 0
-
-
-def _top_hooks() -> Any:
-    return torch_private.top_saved_tensors_hooks(True)
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:

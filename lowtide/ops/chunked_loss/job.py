@@ -73,7 +73,7 @@ class Job:
     def loss(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
         """Compute a chunk for the first time, with checks; return head's output and the loss."""
         before = snapshot.buffers(self.functional)
-        out, value, aux = self._run(place, pieces, learned)
+        out, value, aux = self.run(place, pieces, learned)
         snapshot.check_buffers(self.functional, before)
         validation.check_result(value, len(pieces[0]), self.per_row)
         if value.requires_grad:
@@ -84,14 +84,9 @@ class Job:
 
     def loss_again(self, place: int, pieces: Tensors, learned: Tensors) -> Tensor:
         """Return the loss of a chunk that was checked before."""
-        return self.outputs_again(place, pieces, learned)[1]
+        return self.run(place, pieces, learned)[1]  # type: ignore[no-any-return]
 
-    def outputs_again(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
-        """Return head's output and the loss of a chunk that was checked before."""
-        out, value, _ = self._run(place, pieces, learned)
-        return out, value
-
-    def _run(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Any, dict[str, Any]]:
+    def run(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Any, dict[str, Any]]:
         """Return head's output, the loss and the aux of a chunk."""
         with self.replay.chunk(place):
             out, value = self.functional(pieces[: self.hidden], pieces[self.hidden :], learned)

@@ -217,7 +217,7 @@ class _Loop:
         new, retains = previous, may_be_retained(value)
         if not retains:
             with torch.enable_grad(), isolated():
-                out, value = self.job.outputs_again(place, leaves, self.learned)
+                out, value, _ = self.job.run(place, leaves, self.learned)
                 value = value.sum() if value.dim() else value
         ends = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.requires_grad]
         if not ends:  # head returned an object whose tensors pytree does not find
