@@ -14,6 +14,7 @@ import lowtide
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
 from lowtide.ops.attention.definition.masks import intervals, visible, window_band
 from tests.support.budgets import Result, budget, norm
+from tests.support.loss import skip_unless_runnable
 
 # NumPy's word for it: the lowest number times log2(e) is -inf, whose exponential is 0.
 INTERPRETED = pytest.mark.filterwarnings("ignore:overflow encountered in multiply:RuntimeWarning")
@@ -32,6 +33,12 @@ class Case:
     def leaves(self) -> dict[str, Tensor]:
         named = {name: getattr(self, name) for name in ("query", "key", "value", "bias")}
         return {name: leaf for name, leaf in named.items() if leaf is not None and leaf.requires_grad}
+
+    def trained(self, *names: str) -> "Case":
+        """The case itself, whose leaves of these names alone require a gradient from now on."""
+        for name, leaf in self.leaves().items():
+            leaf.requires_grad_(name in names)
+        return self
 
     def to(self, dtype: torch.dtype) -> "Case":
         """New leaves with the same values."""
@@ -192,6 +199,52 @@ def check(
         allowed = budget(*parts, factor=factor, dtype=case.sum_dtype)
         error = norm((got.double() - want).where(finite, 0))
         assert error <= allowed, f"{name}: error {error:.3e} exceeds its budget {allowed:.3e}"
+
+
+def check_triton(case: Case, upstream: tuple[Tensor | None, Tensor | None] | None = None) -> None:
+    """What the Triton kernels compute is right. Skips the test where they do not run."""
+    skip_unless_runnable("triton", case.query.device.type)
+    upstream = make_upstream(case) if upstream is None else upstream
+    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+
+
+def check_same_bits(case: Case, backend: str = "triton") -> None:
+    """A call gives the same bits twice. Skips the test where the backend does not run."""
+    skip_unless_runnable(backend, case.query.device.type)
+    upstream = make_upstream(case)
+    first, second = (differentiate(ours, case, upstream, backend=backend) for _ in range(2))
+    assert_equal(second, first)
+
+
+def assert_equal(found: Result, expected: Result) -> None:
+    """Every part is the same, bit for bit."""
+    for name, part in expected.items():
+        assert torch.equal(found[name], part), name
+
+
+def poisoned(tensor: Tensor, how: str) -> Tensor:
+    """The same values as a view into memory that is full of NaN."""
+    if how == "expanded":
+        return tensor[:1].expand_as(tensor)
+    dims = tensor.dim()
+    if how == "unaligned":
+        memory = torch.full((tensor.numel() + 1,), torch.nan, dtype=tensor.dtype, device=tensor.device)
+        view = memory[1:].view(tensor.shape)
+    elif how == "reversed dimensions":
+        view = torch.empty(*reversed(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        view = view.permute(*reversed(range(dims)))
+    else:
+        memory = torch.full([2 * size + 3 for size in tensor.shape], torch.nan, dtype=tensor.dtype)
+        view = memory.to(tensor.device)[tuple(slice(2, 2 + 2 * size, 2) for size in tensor.shape)]
+    return view.copy_(tensor)
+
+
+def laid_out(case: Case, how: str) -> tuple[Case, tuple[Tensor, Tensor]]:
+    """The case and an upstream gradient, with memory as `poisoned` lays it out."""
+    leaves = {name: poisoned(leaf.detach(), how).requires_grad_() for name, leaf in case.leaves().items()}
+    case = replace(case, **leaves)
+    of_out, of_lse = make_upstream(case)
+    return case, (poisoned(of_out, how), of_lse)
 
 
 def references(case: Case, upstream: tuple[Tensor | None, Tensor | None]) -> tuple[Result, Result, Result]:

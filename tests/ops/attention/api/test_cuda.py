@@ -6,7 +6,7 @@ import torch
 import lowtide
 from lowtide import attn_bias as masks
 from lowtide.ops.attention.operator import ops
-from tests.ops.attention.helpers import check, differentiate, make_case, make_upstream, ours
+from tests.ops.attention.helpers import assert_equal, check, differentiate, make_case, make_upstream, ours
 from tests.support.cuda_graphs import captured
 from tests.support.loss import no_synchronisation
 
@@ -58,8 +58,7 @@ def test_no_device_sync(name):
     expected = differentiate(ours, case, upstream)
     with no_synchronisation("cuda"):
         found = differentiate(ours, case, upstream)
-    for part, got in found.items():
-        assert torch.equal(got, expected[part]), part
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,8 +77,7 @@ def test_cuda_graph(name):
             leaf.copy_(torch.randn_like(leaf))
     graph.replay()
     expected = step()
-    for part, got in found.items():
-        assert torch.equal(got, expected[part]), part
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -92,8 +90,7 @@ def test_deterministic_algorithms(name):
         found = differentiate(ours, case, upstream)
     finally:
         torch.use_deterministic_algorithms(False)
-    for part, got in found.items():
-        assert torch.equal(got, expected[part]), part
+    assert_equal(found, expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -6,38 +6,16 @@ import torch.nn.functional as F
 
 import lowtide
 from lowtide import attn_bias as masks
-from tests.ops.attention.helpers import check, differentiate, make_case, make_upstream, ours
-
-
-def poisoned(tensor, how):
-    """The same values as a view into memory that is full of NaN."""
-    if how == "expanded":
-        return tensor[:1].expand_as(tensor)
-    dims = tensor.dim()
-    if how == "unaligned":
-        memory = torch.full((tensor.numel() + 1,), torch.nan, dtype=tensor.dtype, device=tensor.device)
-        view = memory[1:].view(tensor.shape)
-    elif how == "reversed dimensions":
-        view = torch.empty(*reversed(tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        view = view.permute(*reversed(range(dims)))
-    else:
-        memory = torch.full([2 * size + 3 for size in tensor.shape], torch.nan, dtype=tensor.dtype)
-        view = memory.to(tensor.device)[tuple(slice(2, 2 + 2 * size, 2) for size in tensor.shape)]
-    return view.copy_(tensor)
+from tests.ops.attention.helpers import check, differentiate, laid_out, make_case, ours
 
 
 @pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions", "expanded"])
 @pytest.mark.parametrize("options", [{}, {"p": 0.2, "seed": 1}, {"softcap": 3.0}], ids=str)
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_strides(device, backend, options, how):
-    case = make_case(2, 33, 45, 4, 2, bias=(1, 1, 1, 1), device=device, **options)
-    with torch.no_grad():
-        views = {name: poisoned(leaf.detach(), how) for name, leaf in case.leaves().items()}
-    case = type(case)(
-        *(view.requires_grad_() for view in views.values()), mask=masks.LowerTriangularMask(), options=options
-    )
-    _, of_lse = upstream = make_upstream(case)
-    upstream = (poisoned(upstream[0], how), of_lse)
+    mask = masks.LowerTriangularMask()
+    case = make_case(2, 33, 45, 4, 2, mask=mask, bias=(1, 1, 1, 1), device=device, **options)
+    case, upstream = laid_out(case, how)
     check(differentiate(ours, case, upstream, backend=backend), case, upstream)
     plain = lowtide.memory_efficient_attention(case.query, case.key, case.value, backend=backend)
     contiguous = (each.detach().contiguous() for each in (case.query, case.key, case.value))

@@ -213,8 +213,7 @@ def test_autocast(device, options, dtype):
 @pytest.mark.parametrize("wanted", [("query",), ("key", "value"), ("bias",)])
 def test_double_backward_of_subset(wanted):
     case = small("all")
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name in wanted)
+    case.trained(*wanted)
     function, leaves = as_function(case)
     everything = (case.query, case.key, case.value, case.bias)
     assert torch.autograd.gradgradcheck(lambda *_: function(*everything), leaves, fast_mode=True)

@@ -94,8 +94,7 @@ def test_bias_several_tiles(device, shape):
 @pytest.mark.parametrize("only", ["query", "key", "value", "bias"])
 def test_gradient_of_one_operand(device, only):
     case = make_case(bias=(0, 1, 0, 1), p=0.3, seed=1, device=device)
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name == only)
+    case.trained(only)
     run(case)
 
 

@@ -12,8 +12,7 @@ import lowtide
 from lowtide import attn_bias as masks
 from lowtide.memory import peak_memory
 from lowtide.ops.attention.triton_backend import strips
-from tests.ops.attention.definition.test_layouts import poisoned
-from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.ops.attention.helpers import INTERPRETED, check_same_bits, check_triton, laid_out, make_case
 from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
 
@@ -71,35 +70,24 @@ QUICK = (
 
 @pytest.mark.parametrize(("name", "of"), all_extended_but(QUICK, VALUES))
 def test_values(device, room, name, of):
-    skip_unless_runnable("triton", device)
     room(of)
-    case = case_of(name, device)
-    upstream = make_upstream(case)
-    first = differentiate(ours, case, upstream, backend="triton")
-    check(first, case, upstream)
+    check_triton(case_of(name, device))
 
 
 @pytest.mark.parametrize("of", all_extended_but(["one strip"], ROOMS))
 def test_same_call_same_bits(device, room, of):
-    skip_unless_runnable("triton", device)
     room(of)
     case = case_of("bias of keys", device)
-    upstream = make_upstream(case)
-    first, second = (differentiate(ours, case, upstream, backend="triton") for _ in range(2))
-    for name, part in first.items():
-        assert torch.equal(part, second[name]), name
+    check_same_bits(case)
 
 
 @pytest.mark.parametrize("of", ROOMS)
 @pytest.mark.parametrize("only", ["query", "key", "value", "bias"])
 def test_gradient_of_one_operand(device, room, only, of):
-    skip_unless_runnable("triton", device)
     room(of)
     case = case_of("bias of keys", device)
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name == only)
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    case.trained(only)
+    check_triton(case)
 
 
 LAID_OUT = ["every other", "unaligned", "reversed dimensions", "expanded"]
@@ -107,37 +95,27 @@ LAID_OUT = ["every other", "unaligned", "reversed dimensions", "expanded"]
 
 @pytest.mark.parametrize("how", all_extended_but(["expanded"], LAID_OUT))
 def test_strides(device, room, how):
-    skip_unless_runnable("triton", device)
     room("128 keys")
     case = case_of("causal", device, B=2, N=140)
-    views = (poisoned(leaf.detach(), how).requires_grad_() for leaf in case.leaves().values())
-    case = type(case)(*views, mask=case.mask)
-    of_out, of_lse = make_upstream(case)
-    upstream = (poisoned(of_out, how), of_lse)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(*laid_out(case, how))
 
 
 def test_bool_mask(device, room):
-    skip_unless_runnable("triton", device)
     room("128 keys")
     case = case_of("plain", device)
     shown = torch.rand(1, 1, 140, 150, device=device) < 0.4
     shown[:, :, 5:9] = False
     case = type(case)(case.query, case.key, case.value, shown)
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
 
 
 @pytest.mark.parametrize("only", ["query", "key", "value", "bias"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_gradient_of_one_operand_with_full_bias(device, room, only, softcap):
-    skip_unless_runnable("triton", device)
     room("128 keys")
     case = case_of("bias of all scores", device, softcap=softcap)
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name == only)
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    case.trained(only)
+    check_triton(case)
 
 
 @pytest.mark.extended

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.attention.definition.test_layouts import poisoned
+from tests.ops.attention.helpers import poisoned
 from tests.support.loss import skip_unless_runnable
 
 pytest.importorskip("triton")

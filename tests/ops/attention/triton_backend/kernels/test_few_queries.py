@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from lowtide import attn_bias as masks
-from tests.ops.attention.definition.test_layouts import poisoned
-from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.ops.attention.helpers import INTERPRETED, check_triton, laid_out, make_case, ours
 from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
 
@@ -52,8 +51,7 @@ def case_of(device, **more):
 
 
 def run(case, launches):
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     assert len(launches) == 1
 
 
@@ -65,19 +63,16 @@ QUICK = (
 
 @pytest.mark.parametrize("name", all_extended_but(QUICK, CASES))
 def test_values(device, launches, name):
-    skip_unless_runnable("triton", device)
     run(case_of(device, **CASES[name]), launches)
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "dropout"])
 def test_one_part(device, launches, monkeypatch, name):
-    skip_unless_runnable("triton", device)
     monkeypatch.setattr(few, "PROGRAMS", 1)
     run(case_of(device, **CASES[name]), launches)
 
 
 def test_bool_mask(device, launches):
-    skip_unless_runnable("triton", device)
     case = case_of(device)
     shown = torch.rand(2, 1, 5, 200, device=device) < 0.4
     shown[1, :, 2] = False
@@ -86,10 +81,9 @@ def test_bool_mask(device, launches):
 
 @pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions"])
 def test_strides(device, launches, how):
-    skip_unless_runnable("triton", device)
     case = case_of(device, bias=(1, 1, 1, 1))
-    views = (poisoned(leaf.detach(), how).requires_grad_() for leaf in case.leaves().values())
-    run(type(case)(*views), launches)
+    check_triton(*laid_out(case, how))
+    assert len(launches) == 1
 
 
 def test_same_call_same_bits(device, launches):

@@ -6,12 +6,13 @@ import torch
 
 import lowtide
 from lowtide import attn_bias as masks
-from tests.ops.attention.definition.test_layouts import poisoned
 from tests.ops.attention.helpers import (
     INTERPRETED,
-    check,
+    check_same_bits,
+    check_triton,
     dense,
     differentiate,
+    laid_out,
     make_case,
     make_upstream,
     ours,
@@ -50,58 +51,46 @@ BIASES = [(0, 0, 0, 0), (0, 1, 0, 1), (1, 0, 0, 1), (1, 0, 1, 0), (0, 1, 1, 1), 
 EVERYTHING = {"softcap": 3.0, "window": (20, 5), "p": 0.3, "seed": 4, "G": 1, "E": 5}
 
 
-def run(case):
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
-
-
 SLOW = ("more features than most", "features in several blocks")
 
 
 @pytest.mark.parametrize("name", all_extended_but([name for name in CASES if name not in SLOW], CASES))
 def test_values(device, name):
-    skip_unless_runnable("triton", device)
-    run(make_case(**({"B": 1, "H": 2} | CASES[name]), device=device))
+    check_triton(make_case(**({"B": 1, "H": 2} | CASES[name]), device=device))
 
 
 @pytest.mark.parametrize("shape", BIASES, ids=str)
 @pytest.mark.parametrize("more", [{}, EVERYTHING], ids=["alone", "with everything"])
 def test_bias(device, shape, more):
-    skip_unless_runnable("triton", device)
-    run(make_case(2, 37, 41, 2, bias=shape, device=device, **more))
+    check_triton(make_case(2, 37, 41, 2, bias=shape, device=device, **more))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(device, dtype):
-    skip_unless_runnable("triton", device)
-    run(make_case(1, 67, 70, 4, 2, 40, 24, bias=(0, 1, 0, 1), dtype=dtype, device=device))
+    check_triton(make_case(1, 67, 70, 4, 2, 40, 24, bias=(0, 1, 0, 1), dtype=dtype, device=device))
 
 
 @pytest.mark.parametrize("only", ["query", "key", "value", "bias"])
 def test_gradient_of_one_operand(device, only):
-    skip_unless_runnable("triton", device)
     case = make_case(1, bias=(0, 1, 0, 1), p=0.3, seed=1, device=device)
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name == only)
-    run(case)
+    case.trained(only)
+    check_triton(case)
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_upstream_of_one_output(device, place):
-    skip_unless_runnable("triton", device)
     case = make_case(1, bias=(0, 1, 0, 1), device=device)
     upstream = tuple(each if at == place else None for at, each in enumerate(make_upstream(case)))
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case, upstream)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 37, 41), (1, 1, 1, 41)], ids=str)
 def test_bool_mask(device, shape):
-    skip_unless_runnable("triton", device)
     case = make_case(2, 37, 41, device=device)
     shown = torch.rand(shape, device=device) < 0.4
     if shape[2] > 1:
         shown[1, :, 5:9] = False
-    run(type(case)(case.query, case.key, case.value, shown))
+    check_triton(type(case)(case.query, case.key, case.value, shown))
 
 
 def padding(name, N, device):
@@ -130,10 +119,9 @@ PADDING = ["right", "left", "in the middle", "both sides, of a head", "all of a 
 )
 def test_padded_keys(device, name, dtype):
     """Tiles without a key that is shown are left out."""
-    skip_unless_runnable("triton", device)
     mask = masks.LocalAttentionFromBottomRightMask(90, 40) if name == "right" else None
     case = make_case(2, 66, 150, 2, G=1 if name == "left" else 2, dtype=dtype, device=device)
-    run(type(case)(case.query, case.key, case.value, padding(name, 150, device), mask))
+    check_triton(type(case)(case.query, case.key, case.value, padding(name, 150, device), mask))
 
 
 def test_padded_keys_are_not_read(device):
@@ -158,13 +146,8 @@ def test_padded_keys_are_not_read(device):
     ),
 )
 def test_strides(device, how):
-    skip_unless_runnable("triton", device)
-    case = make_case(2, 33, 45, 4, 2, bias=(1, 1, 1, 1), device=device)
-    views = (poisoned(leaf.detach(), how).requires_grad_() for leaf in case.leaves().values())
-    case = type(case)(*views, mask=masks.LowerTriangularMask())
-    of_out, of_lse = make_upstream(case)
-    upstream = (poisoned(of_out, how), of_lse)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    case = make_case(2, 33, 45, 4, 2, bias=(1, 1, 1, 1), device=device, mask=masks.LowerTriangularMask())
+    check_triton(*laid_out(case, how))
 
 
 @pytest.mark.parametrize(("B", "M", "N", "H"), [(0, 3, 4, 2), (2, 0, 4, 2), (2, 3, 0, 2), (2, 3, 4, 0)])
@@ -190,12 +173,8 @@ def test_dropout_same_scores(device):
 
 
 def test_same_call_same_bits(device):
-    skip_unless_runnable("triton", device)
     case = make_case(1, 40, 70, 2, 1, bias=(0, 1, 0, 1), p=0.3, seed=5, device=device)
-    upstream = make_upstream(case)
-    first, second = (differentiate(ours, case, upstream, backend="triton") for _ in range(2))
-    for name, part in first.items():
-        assert torch.equal(part, second[name]), name
+    check_same_bits(case)
 
 
 LENGTHS = [1, 2, 3, 31, 113, 239, 799, 1023]
@@ -212,7 +191,7 @@ def test_odd_shapes(K, dtype):
         mask = (None, masks.LowerTriangularFromBottomRightMask())[place % 2]
         B = max(1, 16384 // (M * N))  # few numbers in half precision err by luck
         case = make_case(B, M, N, 4, 2, K, mask=mask, bias=(1, 1, 0, 1), dtype=dtype, device="cuda")
-        run(case)
+        check_triton(case)
 
 
 @pytest.fixture

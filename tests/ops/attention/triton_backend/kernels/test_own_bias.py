@@ -8,8 +8,7 @@ import torch
 import lowtide
 from lowtide import attn_bias as masks
 from lowtide.memory import peak_memory
-from tests.ops.attention.definition.test_layouts import poisoned
-from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.ops.attention.helpers import INTERPRETED, check_same_bits, check_triton, make_case, poisoned
 from tests.support.loss import norm, skip_unless_runnable
 
 pytest.importorskip("triton")
@@ -48,32 +47,25 @@ def case_of(device, **more):
     return make_case(**(sizes | more), device=device)
 
 
-def run(case):
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_values(device, name):
-    skip_unless_runnable("triton", device)
-    run(case_of(device, **CASES[name]))
+    check_triton(case_of(device, **CASES[name]))
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("wanted", [("bias",), ("query", "bias"), ("value", "bias"), ("key", "bias")])
 def test_gradients_of_subset(device, wanted, softcap):
-    skip_unless_runnable("triton", device)
     case = case_of(device, softcap=softcap, mask=masks.LowerTriangularMask())
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name in wanted)
-    run(case)
+    case.trained(*wanted)
+    check_triton(case)
 
 
 @pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions"])
 def test_bias_strides(device, how):
-    skip_unless_runnable("triton", device)
     case = case_of(device)
-    run(type(case)(case.query, case.key, case.value, poisoned(case.bias.detach(), how).requires_grad_()))
+    check_triton(
+        type(case)(case.query, case.key, case.value, poisoned(case.bias.detach(), how).requires_grad_())
+    )
 
 
 def test_float32_bias_gradient_not_rounded(device):
@@ -93,12 +85,8 @@ def test_float32_bias_gradient_not_rounded(device):
 
 
 def test_same_call_same_bits(device):
-    skip_unless_runnable("triton", device)
     case = case_of(device, mask=masks.LowerTriangularMask(), p=0.3, seed=5)
-    upstream = make_upstream(case)
-    first, second = (differentiate(ours, case, upstream, backend="triton") for _ in range(2))
-    for name, part in first.items():
-        assert torch.equal(part, second[name]), name
+    check_same_bits(case)
 
 
 @pytest.mark.parametrize("mask", [None, masks.LowerTriangularMask()])

@@ -5,8 +5,16 @@ import pytest
 import torch
 
 from lowtide import attn_bias as masks
-from tests.ops.attention.definition.test_layouts import poisoned
-from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.ops.attention.helpers import (
+    INTERPRETED,
+    check_same_bits,
+    check_triton,
+    differentiate,
+    laid_out,
+    make_case,
+    make_upstream,
+    ours,
+)
 from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
 
@@ -49,8 +57,7 @@ def case_of(device, **more):
 
 
 def run(case, launches):
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     assert len(launches) == 1
 
 
@@ -59,7 +66,6 @@ QUICK = ("plain", "causal", "local", "many features", "one batch, heads share")
 
 @pytest.mark.parametrize("name", all_extended_but(QUICK, CASES))
 def test_values(device, launches, name):
-    skip_unless_runnable("triton", device)
     run(case_of(device, **CASES[name]), launches)
 
 
@@ -67,7 +73,6 @@ def test_values(device, launches, name):
 @pytest.mark.parametrize("shape", [(0, 1, 1, 1), (0, 0, 1, 1), (1, 0, 1, 1)], ids=str)
 def test_runs(device, launches, monkeypatch, shape, programs):
     """One run, some and as many as there are scores."""
-    skip_unless_runnable("triton", device)
     monkeypatch.setattr(shared, "BIAS_PROGRAMS", programs)
     run(case_of(device, bias=shape), launches)
 
@@ -94,17 +99,14 @@ def test_parts_have_a_bound(device, launches, monkeypatch):
 
 
 def test_bias_alone(device, launches):
-    skip_unless_runnable("triton", device)
     case = case_of(device)
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name == "bias")
+    case.trained("bias")
     run(case, launches)
 
 
 @pytest.mark.parametrize("more", [{}, {"mask": masks.LowerTriangularMask(), "p": 0.4, "seed": 9}], ids=str)
 def test_float32(device, launches, monkeypatch, more):
     """Where each problem has a program for its other gradients."""
-    skip_unless_runnable("triton", device)
     monkeypatch.setattr("lowtide.ops.attention.triton_backend.launch_backward.PROBLEMS", 1)
     run(case_of(device, dtype=torch.float32, **more), launches)
 
@@ -116,13 +118,8 @@ def test_float32(device, launches, monkeypatch, more):
     ),
 )
 def test_strides(device, launches, how):
-    skip_unless_runnable("triton", device)
-    case = case_of(device)
-    views = (poisoned(leaf.detach(), how).requires_grad_() for leaf in case.leaves().values())
-    case = type(case)(*views, mask=masks.LowerTriangularMask())
-    of_out, of_lse = make_upstream(case)
-    upstream = (poisoned(of_out, how), of_lse)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    case = case_of(device, mask=masks.LowerTriangularMask())
+    check_triton(*laid_out(case, how))
     assert len(launches) == 1
 
 
@@ -139,18 +136,12 @@ def test_strides(device, launches, how):
 )
 def test_other_ways(device, launches, monkeypatch, more):
     """Batches that share no bias, of more than a few scores; and what has no such kernel."""
-    skip_unless_runnable("triton", device)
     monkeypatch.setattr("lowtide.ops.attention.triton_backend.launch_backward.FEW_SCORES", 0)
     case = case_of(device, **more)
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     assert not launches
 
 
 def test_same_call_same_bits(device):
-    skip_unless_runnable("triton", device)
     case = case_of(device, p=0.3, seed=5)
-    upstream = make_upstream(case)
-    first, second = (differentiate(ours, case, upstream, backend="triton") for _ in range(2))
-    for name, part in first.items():
-        assert torch.equal(part, second[name]), name
+    check_same_bits(case)

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from lowtide import attn_bias as masks
-from tests.ops.attention.definition.test_layouts import poisoned
 from tests.ops.attention.helpers import (
     INTERPRETED,
     check,
+    check_same_bits,
+    check_triton,
     dense,
     differentiate,
+    laid_out,
     make_case,
     make_upstream,
     ours,
@@ -67,14 +69,12 @@ def case_of(device, **more):
 
 
 def run(case, runs, backward=1):
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     assert runs == {"forward": 1, "backward": backward}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values(device, runs, name):
-    skip_unless_runnable("triton", device)
     run(case_of(device, **CASES[name]), runs)
 
 
@@ -82,7 +82,6 @@ def test_values(device, runs, name):
 @pytest.mark.parametrize("more", [{}, EVERYTHING], ids=["alone", "with everything"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_bias(device, runs, shape, more, dtype):
-    skip_unless_runnable("triton", device)
     run(case_of(device, bias=shape, dtype=dtype, **more), runs)
 
 
@@ -97,10 +96,8 @@ WIDE = {
 @pytest.mark.parametrize("name", WIDE)
 def test_few_queries_of_many_keys(device, runs, name):
     """Backward has a tile for them, in half precision."""
-    skip_unless_runnable("triton", device)
     case = case_of(device, **({"M": 21, "N": 101, "dtype": torch.float16} | WIDE[name]))
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     assert runs == {"forward": 0, "backward": 1}
 
 
@@ -117,7 +114,6 @@ def test_few_queries_of_many_keys(device, runs, name):
 )
 def test_other_biases(device, runs, shape):
     """Their gradients have other ways; without one, the call is as any other."""
-    skip_unless_runnable("triton", device)
     case = case_of(device, bias=shape)
     run(case, runs, backward=0)
     case.bias.requires_grad_(False)
@@ -127,7 +123,6 @@ def test_other_biases(device, runs, shape):
 
 @pytest.mark.parametrize("shape", [(5, 1, 37, 41), (1, 2, 37, 41), (5, 1, 1, 41)], ids=str)
 def test_bool_mask(device, runs, shape):
-    skip_unless_runnable("triton", device)
     case = case_of(device)
     shown = torch.rand(shape, device=device) < 0.4
     if shape[2] > 1:
@@ -137,7 +132,6 @@ def test_bool_mask(device, runs, shape):
 
 def test_mask_of_lowest_numbers(device, runs):
     """As old BERT makes it: of a row that attends to nothing else the weights sum to 1."""
-    skip_unless_runnable("triton", device)
     case = case_of(device, bias=(1, 1, 1, 1))
     with torch.no_grad():
         case.bias[:, :, :, 30:] = -1e9
@@ -147,40 +141,30 @@ def test_mask_of_lowest_numbers(device, runs):
 
 @pytest.mark.parametrize("only", ["query", "key", "value", "bias"])
 def test_gradient_of_one_operand(device, runs, only):
-    skip_unless_runnable("triton", device)
     case = case_of(device, bias=(0, 1, 1, 1), p=0.3, seed=1)
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name == only)
+    case.trained(only)
     run(case, runs)
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_upstream_of_one_output(device, runs, place):
-    skip_unless_runnable("triton", device)
     case = case_of(device, bias=(0, 1, 1, 1))
     upstream = tuple(each if at == place else None for at, each in enumerate(make_upstream(case)))
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case, upstream)
     assert runs["backward"] == 1
 
 
 @pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions", "expanded"])
 def test_strides(device, runs, how):
-    skip_unless_runnable("triton", device)
-    case = case_of(device, bias=(1, 1, 1, 1))
-    views = (poisoned(leaf.detach(), how).requires_grad_() for leaf in case.leaves().values())
-    case = type(case)(*views, mask=masks.LowerTriangularFromBottomRightMask())
-    of_out, of_lse = make_upstream(case)
-    upstream = (poisoned(of_out, how), of_lse)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    case = case_of(device, bias=(1, 1, 1, 1), mask=masks.LowerTriangularFromBottomRightMask())
+    check_triton(*laid_out(case, how))
     assert runs["backward"] == 1
 
 
 @pytest.mark.parametrize("sizes", [{"M": 0}, {"N": 0}, {"E": 0}, {"K": 0}], ids=str)
 def test_nothing(device, runs, sizes):
-    skip_unless_runnable("triton", device)
     case = case_of(device, bias=(0, 1, 1, 1), **sizes)
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     assert runs["forward"] == 1
 
 
@@ -222,17 +206,11 @@ TOO_LARGE = {"queries": {"M": 65}, "keys": {"N": 65}, "features": {"K": 65}, "ke
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_other_kernels_take(device, runs, name):
-    skip_unless_runnable("triton", device)
     case = case_of(device, B=1, **TOO_LARGE[name])
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     assert runs == {"forward": 0, "backward": 0}
 
 
 def test_same_call_same_bits(device):
-    skip_unless_runnable("triton", device)
     case = case_of(device, bias=(0, 1, 1, 1), p=0.3, seed=5)
-    upstream = make_upstream(case)
-    first, second = (differentiate(ours, case, upstream, backend="triton") for _ in range(2))
-    for name, part in first.items():
-        assert torch.equal(part, second[name]), name
+    check_same_bits(case)

@@ -11,7 +11,14 @@ import lowtide
 from lowtide import attn_bias as masks
 from lowtide.memory import peak_memory
 from lowtide.ops.attention.definition.operands import AttentionSizes
-from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
+from tests.ops.attention.helpers import (
+    INTERPRETED,
+    check_triton,
+    differentiate,
+    make_case,
+    make_upstream,
+    ours,
+)
 from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
 
@@ -119,12 +126,10 @@ QUICK = [(name, room) for name, room in ONCE.items() if name not in SLOW]
 
 @pytest.mark.parametrize(("name", "room"), all_extended_but(QUICK, VALUES))
 def test_values(device, monkeypatch, name, room):
-    skip_unless_runnable("triton", device)
     case = case_of(name, device)
     monkeypatch.setattr(grad_scores, "ROOM", room_of(room, case))
     found = counted(monkeypatch)
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     shared_heads = name in ("bias [1, 1, M, N]", "bias [B, 1, M, N]")
     shared_batches = name in SHARED_BATCHES
     every = (len(case.query) if shared_batches else 1) * (case.key.shape[2] if shared_heads else 1)
@@ -158,11 +163,9 @@ def test_same_call_same_bits(device, monkeypatch, name):
     ),
 )
 def test_float16(device, monkeypatch, name):
-    skip_unless_runnable("triton", device)
     monkeypatch.setattr(grad_scores, "ROOM", 1)
     case = case_of(name, device, dtype=torch.float16, B=2)  # with one head, no heads share the bias
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
 
 
 @pytest.mark.parametrize("room", ROOMS[:2])
@@ -205,13 +208,10 @@ WANTED = [("query", "bias"), ("key", "bias"), ("value", "bias"), ("bias",), ("qu
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("wanted", WANTED, ids=" and ".join)
 def test_gradients_of_subset(device, monkeypatch, wanted, softcap):
-    skip_unless_runnable("triton", device)
     monkeypatch.setattr(grad_scores, "ROOM", 1)
     case = case_of("bias [1, H, M, N]", device, softcap=softcap)
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name in wanted)
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    case.trained(*wanted)
+    check_triton(case)
 
 
 def bytes_of(strip, size, score_bytes, pieces):

@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from lowtide import attn_bias as masks
-from tests.ops.attention.definition.test_layouts import poisoned
-from tests.ops.attention.helpers import INTERPRETED, check, differentiate, make_case, make_upstream, ours
-from tests.support.loss import skip_unless_runnable
+from tests.ops.attention.helpers import INTERPRETED, check_same_bits, check_triton, laid_out, make_case
 
 pytest.importorskip("triton")
 launch_backward = pytest.importorskip("lowtide.ops.attention.triton_backend.launch_backward")
@@ -50,41 +48,31 @@ def case_of(device, **more):
 
 
 def run(case, launches):
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     assert len(launches) == 1
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_values(device, launches, name):
-    skip_unless_runnable("triton", device)
     run(case_of(device, **CASES[name]), launches)
 
 
 @pytest.mark.parametrize("only", ["query", "key", "value"])
 def test_gradients_of_some_operands(device, launches, only):
     """Where the query's is not asked for, other kernels take the call."""
-    skip_unless_runnable("triton", device)
     case = case_of(device)
-    for name, leaf in case.leaves().items():
-        leaf.requires_grad_(name in ("query", only))
+    case.trained("query", only)
     run(case, launches)
     case.query.requires_grad_(False)
     if only != "query":
-        upstream = make_upstream(case)
-        check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+        check_triton(case)
         assert len(launches) == 1
 
 
 @pytest.mark.parametrize("how", ["every other", "unaligned", "reversed dimensions", "expanded"])
 def test_strides(device, launches, how):
-    skip_unless_runnable("triton", device)
-    case = case_of(device)
-    views = (poisoned(leaf.detach(), how).requires_grad_() for leaf in case.leaves().values())
-    case = type(case)(*views, mask=masks.LowerTriangularMask())
-    of_out, of_lse = make_upstream(case)
-    upstream = (poisoned(of_out, how), of_lse)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    case = case_of(device, mask=masks.LowerTriangularMask())
+    check_triton(*laid_out(case, how))
     assert len(launches) == 1
 
 
@@ -94,17 +82,11 @@ def test_strides(device, launches, how):
     ids=str,
 )
 def test_other_ways(device, launches, more):
-    skip_unless_runnable("triton", device)
     case = case_of(device, **more)
-    upstream = make_upstream(case)
-    check(differentiate(ours, case, upstream, backend="triton"), case, upstream)
+    check_triton(case)
     assert not launches
 
 
 def test_same_call_same_bits(device):
-    skip_unless_runnable("triton", device)
     case = case_of(device, p=0.3, seed=5)
-    upstream = make_upstream(case)
-    first, second = (differentiate(ours, case, upstream, backend="triton") for _ in range(2))
-    for name, part in first.items():
-        assert torch.equal(part, second[name]), name
+    check_same_bits(case)
