@@ -24,6 +24,7 @@ STRIDES = ("i32", "i32", "i32", 1)
 
 class Build(NamedTuple):
     module: str
+    """In triton_backend/kernels/."""
     kernel: str
     half: bool
     features: int
@@ -55,53 +56,25 @@ LOADED_ONCE = {
 }
 VALUE = {"grad_value_ptr": "*bf16"}
 KERNELS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "forward": ("ops.attention.triton_backend.kernels.forward", "forward_kernel", ()),
-    "query": (
-        "ops.attention.triton_backend.kernels.recompute",
-        "query_gradient_kernel",
-        ("grad_bias_ptr",),
-    ),
-    "key and value": ("ops.attention.triton_backend.kernels.recompute", "key_value_gradient_kernel", ()),
-    "key": (
-        "ops.attention.triton_backend.kernels.recompute",
-        "key_value_gradient_kernel",
-        ("grad_value_ptr",),
-    ),
-    "value": (
-        "ops.attention.triton_backend.kernels.recompute",
-        "key_value_gradient_kernel",
-        ("grad_key_ptr",),
-    ),
-    "query of scores": ("ops.attention.triton_backend.kernels.stored_scores", "query_of_scores_kernel", ()),
-    "bias of scores": ("ops.attention.triton_backend.kernels.stored_scores", "bias_of_scores_kernel", ()),
-    "key and value of scores": (
-        "ops.attention.triton_backend.kernels.stored_scores",
-        "key_value_of_scores_kernel",
-        ("grad_value_ptr",),
-    ),
-    "scores": ("ops.attention.triton_backend.kernels.stored_scores", "scores_kernel", ()),
+    "forward": ("forward", "forward_kernel", ()),
+    "query": ("recompute", "query_gradient_kernel", ("grad_bias_ptr",)),
+    "key and value": ("recompute", "key_value_gradient_kernel", ()),
+    "key": ("recompute", "key_value_gradient_kernel", ("grad_value_ptr",)),
+    "value": ("recompute", "key_value_gradient_kernel", ("grad_key_ptr",)),
+    "query of scores": ("stored_scores", "query_of_scores_kernel", ()),
+    "bias of scores": ("stored_scores", "bias_of_scores_kernel", ()),
+    "key and value of scores": ("stored_scores", "key_value_of_scores_kernel", ("grad_value_ptr",)),
+    "scores": ("stored_scores", "scores_kernel", ()),
     **dict.fromkeys(
         ("delta as key and value", "delta as value", "delta as query"),
-        ("ops.attention.triton_backend.kernels.confident_rows", "confident_delta_kernel", ()),
+        ("confident_rows", "confident_delta_kernel", ()),
     ),
-    "few queries": ("ops.attention.triton_backend.kernels.few_queries", "few_queries_kernel", ()),
-    "problem forward": ("ops.attention.triton_backend.kernels.small_problems", "problem_forward_kernel", ()),
-    "problem gradient": (
-        "ops.attention.triton_backend.kernels.small_problems",
-        "problem_gradient_kernel",
-        (),
-    ),
-    "wide problem gradient": (
-        "ops.attention.triton_backend.kernels.small_problems",
-        "problem_gradient_kernel",
-        (),
-    ),
-    "short bias": ("ops.attention.triton_backend.kernels.short_bias", "short_bias_gradient_kernel", ()),
-    "whole problem": (
-        "ops.attention.triton_backend.kernels.whole_problems",
-        "whole_problem_gradient_kernel",
-        (),
-    ),
+    "few queries": ("few_queries", "few_queries_kernel", ()),
+    "problem forward": ("small_problems", "problem_forward_kernel", ()),
+    "problem gradient": ("small_problems", "problem_gradient_kernel", ()),
+    "wide problem gradient": ("small_problems", "problem_gradient_kernel", ()),
+    "short bias": ("short_bias", "short_bias_gradient_kernel", ()),
+    "whole problem": ("whole_problems", "whole_problem_gradient_kernel", ()),
 }
 # The bytes that these builds spill with any Triton from 3.6 to 3.9.
 SPILLS = {
@@ -222,28 +195,10 @@ def _tile(
 
 def _builds() -> dict[str, Build]:
     builds = {
-        "delta": Build(
-            "ops.attention.triton_backend.kernels.recompute",
-            "delta_kernel",
-            True,
-            128,
-            {"lse_strides": ("i32", "i32", 1)},
-        ),
-        "dropout keys": Build(
-            "ops.attention.triton_backend.kernels.dropout",
-            "dropout_keys_kernel",
-            True,
-            1,
-            {**DROPPED, "seed_ptr": "*i64"},
-        ),
-        "merge parts": Build(
-            "ops.attention.triton_backend.kernels.few_queries",
-            "merge_parts_kernel",
-            True,
-            128,
-            {"BLOCK_M": 8, "BLOCK_E": 128},
-        ),
-        "split": Build("ops.attention.triton_backend.kernels.bf16_split", "split_kernel", False, 64, PIECES),
+        "delta": Build("recompute", "delta_kernel", True, 128, {"lse_strides": ("i32", "i32", 1)}),
+        "dropout keys": Build("dropout", "dropout_keys_kernel", True, 1, {**DROPPED, "seed_ptr": "*i64"}),
+        "merge parts": Build("few_queries", "merge_parts_kernel", True, 128, {"BLOCK_M": 8, "BLOCK_E": 128}),
+        "split": Build("bf16_split", "split_kernel", False, 64, PIECES),
     }
 
     def add(
@@ -353,9 +308,7 @@ def _builds() -> dict[str, Build]:
             own = {**pieces, **split_here, **arguments}
             add(name, f"{count} pieces, {label}", False, features, own, targets, count)
     column = {"bias_ptr": "*bf16", "bias_strides": ("i32", "i32", "i32", 1), "COLUMN_BIAS": True}
-    builds["forward, half, few features"] = Build(
-        "ops.attention.triton_backend.kernels.forward", "forward_kernel", True, 24, column, (90,)
-    )
+    builds["forward, half, few features"] = Build("forward", "forward_kernel", True, 24, column, (90,))
     unknown = {"K": "i32?", "E": "i32?"}
     for name, strides in (
         ("forward", ("query", "key", "value", "out")),
@@ -425,7 +378,8 @@ LEFT_OUT = {
 
 
 def resources(name: str, build: Build, capability: int) -> dict[str, Any]:
-    kernel = getattr(importlib.import_module(f"lowtide.{build.module}"), build.kernel)
+    module = importlib.import_module(f"lowtide.ops.attention.triton_backend.kernels.{build.module}")
+    kernel = getattr(module, build.kernel)
     given = _given(build, name.split(",")[0], capability)
     options = {"num_warps": given.pop("warps"), "num_stages": given.pop("stages")}
     found, ttgir = compiled(kernel, given, capability, options)
