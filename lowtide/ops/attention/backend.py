@@ -34,9 +34,8 @@ from lowtide.ops.attention.sdpa import alignment
 SCALES = torch.finfo(torch.float32)
 # The most programs along the second or the third dimension of a CUDA grid.
 PROGRAMS = 65535
-# The unequal K and E for which torch has a fast kernel: cuDNN's, for DeepSeek's models. For other
-# unequal features torch takes its memory-efficient kernel, which needs at least twice the time of
-# the Triton kernels.
+# The only unequal K and E for which torch has a fast kernel: cuDNN's, for DeepSeek's models. For
+# others torch takes its memory-efficient kernel, in at least twice the time of the Triton kernels.
 UNEQUAL = (192, 128)
 FIRST_CUDNN = 91100
 """The first release of cuDNN whose kernel computes gradients for UNEQUAL."""
@@ -78,7 +77,9 @@ def choose_backend(call: AttentionCall) -> BackendChoice:
     if named == "torch":
         return BackendChoice("torch")
     if named == "auto" and operands.device.type == "cpu":
-        return BackendChoice("torch", against_sdpa, "on the CPU its interpreter runs by name")
+        return BackendChoice(
+            "torch", against_sdpa, "on the CPU Triton's interpreter runs only if it is named"
+        )
     against_triton = _reason_against_triton(operands)
     if named == "triton":
         if against_triton is None:
@@ -107,7 +108,9 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
     if options.dropout:
         return "its dropout depends on the kernel"
     if operands.bias is not None:
-        return "it is given no bias: of one torch's kernels form no gradient, or one as large as all scores"
+        return (
+            "it is given no bias: torch's kernels form no gradient of a bias, or one as large as all scores"
+        )
     if window is not None:
         return "it takes no window"
     size = sizes(operands)
@@ -121,7 +124,7 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
     if not SCALES.tiny <= options.scale <= SCALES.max:
         return "its causal masks are nan where the scale is not a normal float32 above 0"
     if in_transform(*operands[:3]):
-        return "it knows no transforms"
+        return "it supports no transforms"
     if on_cuda:
         return _reason_against_sdpa_on_cuda(operands, size, mask is not None)
     if operands.query.dtype in HALVES:

@@ -37,7 +37,7 @@ class RememberedAttention(Protocol):
 
 
 class HandedOn(NamedTuple):
-    """Hold a call that torch's kernels take."""
+    """Run like calls by torch's own kernels."""
 
     handed: SdpaCall
     device: str
@@ -55,7 +55,7 @@ class HandedOn(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """Hold a call that the Triton kernels take."""
+    """Run like calls by the Triton kernels, as an earlier one was recorded."""
 
     call: "RecordedCall"
     device: str
@@ -79,10 +79,10 @@ _calls: dict[Signature, RememberedAttention] = {}
 def signature(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *options: Any
 ) -> Signature | None:
-    """Return what distinguishes a call from others, or None for a call that cannot be remembered.
+    """Return all that the checks and the choice of a backend read, or None.
 
-    A remembered call is not checked, so the signature holds all that the checks read. A tensor
-    without sizes or strides (nested or sparse) has no signature.
+    A remembered call skips both. A call with a tensor that has no sizes or strides (nested or
+    sparse) has no signature, nor has one that is compiled.
     """
     if torch.compiler.is_compiling():
         return None

@@ -35,7 +35,7 @@ class Replay:
 
     @contextlib.contextmanager
     def forked(self) -> Iterator[None]:
-        """Let the generators have their states of before again when the block ends."""
+        """Restore the generators' states when the block ends."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))  # the CPU's generator alone
             for device in self.devices:
@@ -46,8 +46,8 @@ class Replay:
     def chunk(self, place: int) -> Iterator[None]:
         """Let a chunk draw the same random numbers each time it is computed.
 
-        The first time, keep the generators' states and go on from them. Later, start from the kept
-        states, and undo this when the block ends.
+        The first time, keep the generators' states. Later, start from the kept states, and restore
+        those from before when the block ends.
         """
         if place not in self.states:
             if not (self.on_cuda and torch.cuda.is_current_stream_capturing()):

@@ -116,7 +116,7 @@ class DistillationEngine(Engine):
             self.coef_N = order.gather(self.coef_N, 0)
             self.denominator = self.buffer().fill_(order.N).sub_(self.ignored_N.sum())
         self.factor = self.buffer().fill_(1).div_(options.temperature)
-        # 1 / factor as far as the host knows it: exact if no row is ignored.
+        # What the host knows of 1 / factor: all of it if no row is ignored.
         self.share = options.temperature * (self.M if options.reduction == "mean" else 1)
         if options.reduction == "mean":
             self.factor.div_(self.denominator.clamp(min=1))

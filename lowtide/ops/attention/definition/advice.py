@@ -1,4 +1,4 @@
-"""Say what stands for the names that xformers' masks have and these masks lack."""
+"""Say what to write in place of the names that xformers' masks have and these masks lack."""
 
 BY_ITSELF = "a mask goes to the device of the tensors by itself"
 NOTHING = f"pass nothing: {BY_ITSELF}"

@@ -22,8 +22,8 @@ from lowtide.ops.attention.definition import advice
 
 # Advice on how to add several tensors up to one bias; the page that it names has an example.
 ONE_TENSOR = (
-    "a bool one as bias.masked_fill(~seen, -inf); "
-    'With padding, on the page "Attention with a trained bias" of the documentation, has an example'
+    "a bool one as bias.masked_fill(~seen, -inf); for an example "
+    'see With padding, on the page "Attention with a trained bias" of the documentation'
 )
 # A side of a window that no call reaches; with it, positions are int32.
 WIDEST = 1 << 30

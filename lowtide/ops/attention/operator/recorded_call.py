@@ -24,7 +24,7 @@ from lowtide.ops.attention.triton_backend.kernels.bf16_split import piece_count
 
 
 class RecordedCall:
-    """Hold what calls that are alike have in common, and none of their tensors.
+    """Hold what like calls have in common: everything but their tensors.
 
     The tensors of these calls are in the caller's layout: [B, M, H, K] if the options say
     `rows_first`, [B, H, M, K] if not.

@@ -46,7 +46,7 @@ def is_aligned(tensor: Tensor) -> bool:
     """Return True if the tensor is known to begin at a multiple of 16 bytes.
 
     A fake tensor has no address; its memory is assumed to be aligned, so that its offset decides.
-    Of other classes that do not hold their numbers themselves, nothing is known.
+    Nothing is known about tensors of any other class that does not hold its numbers itself.
     """
     if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return tensor.data_ptr() % BYTES == 0

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield each node that a backward pass from `loss` may reach, once."""
+    """Yield once each node that a backward pass from `loss` may reach."""
     if loss.grad_fn is None:
         return
     waiting: list[Any] = [loss.grad_fn]
