@@ -31,23 +31,23 @@ PADDED_ROWS = 32
 def forward(operands: Operands, options: AttentionOptions, keep_statistics: bool) -> list[Tensor]:
     """Return the result and, if asked for, the statistics: logsumexp and 0, [B, H, 2, M]."""
     tensors = [readable(each) for each in operands[:3]]
-    kernel, given = _kernel(tensors, options, keep_statistics), {"scale": options.scale}
+    kernel = _kernel(tensors, options, keep_statistics)
     if kernel == SDPBackend.CUDNN_ATTENTION:
         out, logsumexp, *_ = aten._scaled_dot_product_cudnn_attention(
-            *tensors, None, keep_statistics, NO_DROPOUT, options.causal, False, **given
+            *tensors, None, keep_statistics, NO_DROPOUT, options.causal, False, scale=options.scale
         )
         logsumexp = logsumexp[..., 0] if keep_statistics else None
     elif kernel == SDPBackend.EFFICIENT_ATTENTION:
         out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
-            *tensors, None, keep_statistics, NO_DROPOUT, options.causal, **given
+            *tensors, None, keep_statistics, NO_DROPOUT, options.causal, scale=options.scale
         )
     elif operands.device.type == "cpu":
         out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
-            *tensors, NO_DROPOUT, options.causal, **given
+            *tensors, NO_DROPOUT, options.causal, scale=options.scale
         )
     else:
         out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(
-            *tensors, NO_DROPOUT, options.causal, False, **given
+            *tensors, NO_DROPOUT, options.causal, False, scale=options.scale
         )
     out = _in_layout(out, options.rows_first)
     if not keep_statistics:
@@ -72,7 +72,7 @@ def backward(
     """
     assert grad_logsumexp is None
     tensors = [readable(each) for each in operands[:3]]
-    kernel, given = _kernel(tensors, options, True), {"scale": options.scale}
+    kernel = _kernel(tensors, options, True)
     if kernel == SDPBackend.CUDNN_ATTENTION:  # see NO_DROPOUT
         like = tensors[0][..., : out.shape[3]]  # values may have fewer features than queries
         out = readable_in(out, torch.empty_like(like, device="meta").stride())
@@ -84,22 +84,23 @@ def backward(
     if kernel == SDPBackend.CUDNN_ATTENTION:
         found = aten._scaled_dot_product_cudnn_attention_backward(
             *given_first, logsumexp_BHM[..., None], seed, seed, None, None, None, M, N,
-            NO_DROPOUT, options.causal, **given
+            NO_DROPOUT, options.causal, scale=options.scale
         )  # fmt: skip
     elif kernel == SDPBackend.EFFICIENT_ATTENTION:
         padded = torch.nn.functional.pad(logsumexp_BHM, (0, -M % PADDED_ROWS), value=torch.inf)
         found = aten._scaled_dot_product_efficient_attention_backward(
             grad_output, *tensors, None, out, padded, seed, seed, NO_DROPOUT,
-            [*needs_grad[:3], False], options.causal, **given
+            [*needs_grad[:3], False], options.causal, scale=options.scale
         )  # fmt: skip
     elif operands.device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given_first, logsumexp_BHM, NO_DROPOUT, options.causal, **given
+            *given_first, logsumexp_BHM, NO_DROPOUT, options.causal, scale=options.scale
         )
     else:
         found = aten._scaled_dot_product_flash_attention_backward(
-            *given_first, logsumexp_BHM, None, None, M, N, NO_DROPOUT, options.causal, seed, seed, **given
-        )
+            *given_first, logsumexp_BHM, None, None, M, N, NO_DROPOUT, options.causal, seed, seed,
+            scale=options.scale,
+        )  # fmt: skip
     return [_in_layout(each, options.rows_first) for each, want in zip(found, needs_grad) if want]
 
 
