@@ -16,9 +16,9 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cp
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning.remembered import forget
-from tests.ops import distillation as distilled
 from tests.ops.attention import helpers as attended
 from tests.ops.chunked_loss import helpers as chunked
+from tests.ops.distillation import helpers as distilled
 from tests.ops.linear_cross_entropy.calls import make_call, outcome
 from tests.ops.linear_cross_entropy.engines.cpu_exponentials.test_cpu_exponentials import off
 from tests.support.graphs import needs_tracing

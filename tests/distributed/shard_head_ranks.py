@@ -28,7 +28,7 @@ import lowtide
 from lowtide.distillation import forward_kl
 from lowtide.ops.linear_cross_entropy import data_sharded
 from tests.distributed.fsdp_ranks import Collectives
-from tests.ops.distillation import Inputs, dense, fused
+from tests.ops.distillation.helpers import Inputs, dense, fused
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import room
 from tests.support.rank_errors import raised_in_backward
 from tests.support.ranks import DEVICE, RANKS, generator, mesh_of

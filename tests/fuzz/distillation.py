@@ -14,7 +14,7 @@ from tests.fuzz.calls import check, draw_upstream, draw_workspace, with_enough_w
 from tests.fuzz.compare import References, compare, mapped, measured, widened
 from tests.fuzz.draw import Draw
 from tests.fuzz.ways import pick_way, second_order
-from tests.ops.distillation import DIVERGENCES, Inputs, dense, differentiate, fused, references
+from tests.ops.distillation.helpers import DIVERGENCES, Inputs, dense, differentiate, fused, references
 
 
 def make_inputs(draw: Draw, dtype: torch.dtype, most: float) -> Inputs:

@@ -82,7 +82,7 @@ def scaled(function, name, at):
         ("log_probs", "lowtide", "linear_log_probs", ("linear_weight", 1)),
         ("attention", "lowtide", "memory_efficient_attention_with_lse", ("key", 1)),
         ("attention", "lowtide", "scaled_dot_product_attention", ("value", 2)),
-        ("distillation", "tests.ops.distillation", "forward_kl", ("student_weight", 1)),
+        ("distillation", "tests.ops.distillation.helpers", "forward_kl", ("student_weight", 1)),
         ("chunked_loss", "tests.fuzz.chunked_loss", "chunked_loss", ("hidden", 2)),
         ("deferred", "lowtide.ops.linear_cross_entropy.dispatch", "cross_entropy", ("linear_bias", 3)),
     ],

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import lowtide
 from lowtide.core.collectives import Group
-from tests.ops import distillation
-from tests.ops.distillation import DIVERGENCES, Inputs, check, differentiate, fused
+from tests.ops.distillation import helpers
+from tests.ops.distillation.helpers import DIVERGENCES, Inputs, check, differentiate, fused
 from tests.support.loss import rows_for
 from tests.support.rank_errors import raised, raised_by_values
 from tests.support.ranks import DEVICE, mesh_of
@@ -45,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-make_inputs: Callable[..., Inputs] = partial(distillation.make_inputs, device=DEVICE)
+make_inputs: Callable[..., Inputs] = partial(helpers.make_inputs, device=DEVICE)
 
 
 def small() -> int:

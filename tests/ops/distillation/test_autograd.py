@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowtide import distillation
-from tests.ops.distillation import (
+from tests.ops.distillation.helpers import (
     REDUCTIONS,
     check,
     dense,

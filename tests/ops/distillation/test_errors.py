@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.ops.distillation import forward_kl, jensen_shannon
-from tests.ops.distillation import fused, make_inputs
+from tests.ops.distillation.helpers import fused, make_inputs
 
 CHANGES = {
     "student_weight must have shape": lambda i: {"student_weight": i.student_weight.t()},

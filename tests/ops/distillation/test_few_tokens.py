@@ -15,7 +15,7 @@ from lowtide.memory import peak_memory
 from lowtide.ops.distillation import engine, planner
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
-from tests.ops.distillation import DIVERGENCES, REDUCTIONS, dense, fused, make_inputs
+from tests.ops.distillation.helpers import DIVERGENCES, REDUCTIONS, dense, fused, make_inputs
 from tests.support.loss import interpreted
 
 BF16 = torch.bfloat16

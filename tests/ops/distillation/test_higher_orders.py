@@ -5,7 +5,7 @@ import torch
 
 from lowtide.ops.distillation import autograd, higher_order
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
-from tests.ops.distillation import (
+from tests.ops.distillation.helpers import (
     DIVERGENCES,
     as_function,
     dense,

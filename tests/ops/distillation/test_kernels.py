@@ -9,7 +9,7 @@ import torch
 from lowtide.ops.distillation import divergences, planner, softmax_torch
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
-from tests.ops.distillation import DIVERGENCES, check, differentiate, fused, make_inputs
+from tests.ops.distillation.helpers import DIVERGENCES, check, differentiate, fused, make_inputs
 from tests.support.loss import interpreted, norm, skip_unless_runnable
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.memory import peak_memory
-from tests.ops.distillation import DIVERGENCES, REDUCTIONS, fused, make_inputs
+from tests.ops.distillation.helpers import DIVERGENCES, REDUCTIONS, fused, make_inputs
 from tests.support.extended import all_extended_but
 from tests.support.loss import smallest_workspace
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.ops.distillation import forward_kl
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from tests.conftest import ON_CUDA_ALONE
-from tests.ops.distillation import (
+from tests.ops.distillation.helpers import (
     DIVERGENCES,
     HALVES,
     REDUCTIONS,

@@ -8,7 +8,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import make_plan
-from tests.ops.distillation import DIVERGENCES, HALVES, REDUCTIONS, check, differentiate, fused, make_inputs
+from tests.ops.distillation.helpers import (
+    DIVERGENCES,
+    HALVES,
+    REDUCTIONS,
+    check,
+    differentiate,
+    fused,
+    make_inputs,
+)
 from tests.support.loss import rows_for, smallest_workspace
 
 

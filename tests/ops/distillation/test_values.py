@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowtide.ops.distillation import forward_kl, jensen_shannon, reverse_kl
-from tests.ops.distillation import (
+from tests.ops.distillation.helpers import (
     DIVERGENCES,
     HALVES,
     REDUCTIONS,
