@@ -18,8 +18,6 @@ from tests.ops.distillation.helpers import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Dynamo's own.
-COMPILED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 SOME = (("student_input",), ("student_weight",), ("student_bias",), ("student_weight", "student_input"))
 
 

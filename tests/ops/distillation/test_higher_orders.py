@@ -17,11 +17,6 @@ from tests.ops.distillation.helpers import (
 )
 from tests.support.loss import norm
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Dynamo's own.
-COMPILED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-SOME = (("student_input",), ("student_weight",), ("student_bias",), ("student_weight", "student_input"))
-
 
 @pytest.mark.parametrize("caps", [{}, {"student_softcap": 2.0, "teacher_softcap": 3.0}], ids=["", "capped"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])

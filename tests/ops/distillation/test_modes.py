@@ -27,7 +27,6 @@ from tests.support.loss import no_synchronisation, norm
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Dynamo's own.
 COMPILED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-SOME = (("student_input",), ("student_weight",), ("student_bias",), ("student_weight", "student_input"))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -7,8 +7,6 @@ import lowtide
 from lowtide import attn_bias as masks
 from tests.ops.attention.helpers import make_case
 
-LAYOUTS = {"BMHK": (), "BMK": (2,), "BMGHK": (2,)}
-
 
 @pytest.mark.parametrize("layout", ["BMHK", "BMK", "BMGHK"])
 @pytest.mark.parametrize("splits", [[53], [20, 33], [1, 0, 52]])
