@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.memory import Peak, peak_memory
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
 from lowtide.ops.attention.definition.masks import intervals, visible, window_band
 from tests.support.budgets import Result, budget, norm
@@ -220,6 +221,17 @@ def assert_equal(found: Result, expected: Result) -> None:
     """Every part is the same, bit for bit."""
     for name, part in expected.items():
         assert torch.equal(found[name], part), name
+
+
+def peak_of_backward(case: Case) -> tuple[Peak, int]:
+    """What backward of the Triton kernels holds at most, and the bytes of the gradients in it."""
+    skip_unless_runnable("triton", case.query.device.type)
+    given = case.query, case.key, case.value, case.attn_bias
+    out = lowtide.memory_efficient_attention(*given, backend="triton")
+    leaves, upstream = list(case.leaves().values()), torch.ones_like(out)
+    with peak_memory(case.query.device.type) as peak:
+        torch.autograd.grad(out, leaves, upstream)
+    return peak, sum(leaf.nbytes for leaf in leaves)
 
 
 def poisoned(tensor: Tensor, how: str) -> Tensor:

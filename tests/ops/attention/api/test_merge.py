@@ -8,6 +8,17 @@ from lowtide import attn_bias as masks
 from tests.ops.attention.helpers import make_case
 
 
+def check_merged(parts, whole, leaves):
+    """The parts merged are the whole, and so are their gradients."""
+    merged = lowtide.merge_attentions(parts)
+    upstream = [torch.randn_like(each) for each in whole]
+    for got, want in zip(merged, whole):
+        torch.testing.assert_close(got, want)
+    found, expected = (torch.autograd.grad(outs, leaves, upstream) for outs in (merged, whole))
+    for got, want in zip(found, expected):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("layout", ["BMHK", "BMK", "BMGHK"])
 @pytest.mark.parametrize("splits", [[53], [20, 33], [1, 0, 52]])
 def test_merged_parts_match_whole(device, layout, splits):
@@ -23,13 +34,7 @@ def test_merged_parts_match_whole(device, layout, splits):
         lowtide.memory_efficient_attention_with_lse(query, k, v)
         for k, v in zip(key.split(splits, 1), value.split(splits, 1))
     ]
-    merged = lowtide.merge_attentions(parts)
-    upstream = [torch.randn_like(each) for each in whole]
-    for got, want in zip(merged, whole):
-        torch.testing.assert_close(got, want)
-    found, expected = (torch.autograd.grad(outs, leaves, upstream) for outs in (merged, whole))
-    for got, want in zip(found, expected):
-        torch.testing.assert_close(got, want)
+    check_merged(parts, whole, leaves)
 
 
 def test_merge_part_without_keys(device):
@@ -43,13 +48,7 @@ def test_merge_part_without_keys(device):
         lowtide.memory_efficient_attention_with_lse(query, key[:, 4:], value[:, 4:], late),
     ]
     assert (parts[1][1][:, :, :4] == -torch.inf).all()
-    merged = lowtide.merge_attentions(parts)
-    upstream = [torch.randn_like(each) for each in whole]
-    for got, want in zip(merged, whole):
-        torch.testing.assert_close(got, want)
-    found, expected = (torch.autograd.grad(outs, leaves, upstream) for outs in (merged, whole))
-    for got, want in zip(found, expected):
-        torch.testing.assert_close(got, want)
+    check_merged(parts, whole, leaves)
 
 
 def test_merge_all_parts_without_keys(device):

@@ -8,13 +8,17 @@ of values.
 import pytest
 import torch
 
-import lowtide
 from lowtide import attn_bias as masks
-from lowtide.memory import peak_memory
 from lowtide.ops.attention.triton_backend import strips
-from tests.ops.attention.helpers import INTERPRETED, check_same_bits, check_triton, laid_out, make_case
+from tests.ops.attention.helpers import (
+    INTERPRETED,
+    check_same_bits,
+    check_triton,
+    laid_out,
+    make_case,
+    peak_of_backward,
+)
 from tests.support.extended import all_extended_but
-from tests.support.loss import skip_unless_runnable
 
 pytestmark = INTERPRETED
 
@@ -122,15 +126,9 @@ def test_gradient_of_one_operand_with_full_bias(device, room, only, softcap):
 @pytest.mark.parametrize("of", ROOMS)
 def test_memory(device, room, of):
     """Weights and gradients of scores in their room, the float32 sum of a strip's dq, and rows."""
-    skip_unless_runnable("triton", device)
     room(of)
     case = case_of("plain", device, M=1024, N=300, H=2, G=2, K=257)
-    out = lowtide.memory_efficient_attention(case.query, case.key, case.value, backend="triton")
-    leaves = list(case.leaves().values())
-    upstream = torch.ones_like(out)
-    with peak_memory(device) as peak:
-        torch.autograd.grad(out, leaves, upstream)
-    gradients = sum(leaf.nbytes for leaf in leaves)
+    peak, gradients = peak_of_backward(case)
     scores = 2 * 2 * 1024 * (2 * 384 if of == "one strip" else 128)
     # The float32 sums of dq, for one head of two.
     sums = 0 if of == "one strip" else 2 * case.query.nbytes // 2

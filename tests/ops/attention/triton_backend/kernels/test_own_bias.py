@@ -7,8 +7,14 @@ import torch
 
 import lowtide
 from lowtide import attn_bias as masks
-from lowtide.memory import peak_memory
-from tests.ops.attention.helpers import INTERPRETED, check_same_bits, check_triton, make_case, poisoned
+from tests.ops.attention.helpers import (
+    INTERPRETED,
+    check_same_bits,
+    check_triton,
+    make_case,
+    peak_of_backward,
+    poisoned,
+)
 from tests.support.loss import norm, skip_unless_runnable
 
 pytest.importorskip("triton")
@@ -92,14 +98,8 @@ def test_same_call_same_bits(device):
 @pytest.mark.parametrize("mask", [None, masks.LowerTriangularMask()])
 def test_memory_of_rows(device, mask):
     """Beside the gradients backward holds three float32 a row, and no scores."""
-    skip_unless_runnable("triton", device)
     case = case_of(device, M=130, N=130, mask=mask)
-    out = lowtide.memory_efficient_attention(
-        case.query, case.key, case.value, case.attn_bias, backend="triton"
-    )
-    leaves, upstream = list(case.leaves().values()), torch.ones_like(out)
-    with peak_memory(device) as peak:
-        torch.autograd.grad(out, leaves, upstream)
+    peak, gradients = peak_of_backward(case)
     vectors = 4 * 130 * 8  # the intervals of queries and of keys
     rows = 3 * 4 * 2 * 2 * 130
-    assert peak.bytes <= sum(leaf.nbytes for leaf in leaves) + rows + (vectors if mask else 0) + (8 << 10)
+    assert peak.bytes <= gradients + rows + (vectors if mask else 0) + (8 << 10)

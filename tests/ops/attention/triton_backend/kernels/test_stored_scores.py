@@ -9,7 +9,6 @@ import torch
 
 import lowtide
 from lowtide import attn_bias as masks
-from lowtide.memory import peak_memory
 from lowtide.ops.attention.definition.operands import AttentionSizes
 from tests.ops.attention.helpers import (
     INTERPRETED,
@@ -18,6 +17,7 @@ from tests.ops.attention.helpers import (
     make_case,
     make_upstream,
     ours,
+    peak_of_backward,
 )
 from tests.support.extended import all_extended_but
 from tests.support.loss import skip_unless_runnable
@@ -173,14 +173,9 @@ def test_float16(device, monkeypatch, name):
 def test_memory(device, monkeypatch, M, room):
     """Of float32: a strip, its operands in three pieces, and rows; where strips are of some keys
     the query's gradient is its own sum. All of it linear in M."""
-    skip_unless_runnable("triton", device)
     case = make_case(1, M, 140, 4, 2, K=32, device=device)
     monkeypatch.setattr(grad_scores, "ROOM", room_of(room, case))
-    out = lowtide.memory_efficient_attention(case.query, case.key, case.value, backend="triton")
-    leaves, upstream = list(case.leaves().values()), torch.ones_like(out)
-    with peak_memory(device) as peak:
-        torch.autograd.grad(out, leaves, upstream)
-    gradients = sum(leaf.nbytes for leaf in leaves)
+    peak, gradients = peak_of_backward(case)
     scores = 2 * up(M, 16) * (256 if room == "one key head" else 128) * 4
     pieces = 3 * 2 * (2 * M + 140) * 64
     assert peak.largest <= max(scores, case.query.nbytes)
@@ -189,15 +184,10 @@ def test_memory(device, monkeypatch, M, room):
 
 def test_memory_of_pieces_if_scores_are_computed_again(device, monkeypatch):
     """Of float32, some heads at a time: only what the kernel's loop reads, of one group."""
-    skip_unless_runnable("triton", device)
     monkeypatch.setattr(launch_backward, "_leaves_idle", lambda *_: True)
     monkeypatch.setattr(launch_backward, "FEWEST_PROGRAMS", 1)
     case = make_case(1, 140, 140, 6, K=32, device=device)
-    out = lowtide.memory_efficient_attention(case.query, case.key, case.value, backend="triton")
-    leaves, upstream = list(case.leaves().values()), torch.ones_like(out)
-    with peak_memory(device) as peak:
-        torch.autograd.grad(out, leaves, upstream)
-    gradients = sum(leaf.nbytes for leaf in leaves)
+    peak, gradients = peak_of_backward(case)
     pieces = 3 * 2 * (140 + 140) * 32
     assert peak.bytes <= gradients + pieces + 3 * 4 * 6 * 140 + (8 << 10)
 
