@@ -273,7 +273,7 @@ def scaled_dot_product_attention(
         if mask is not None:
             raise ArgumentError("attn_mask must be a tensor or None beside is_causal, got a mask")
         mask = LowerTriangularMask()
-    options = AttentionOptions(_scale(scale, query), dropout=dropout_p, rows_first=False)
+    options = AttentionOptions(_scale(scale, query), dropout=float(dropout_p), rows_first=False)
     call = AttentionCall(Operands(*own), mask, None, options)
     out, _ = dispatch.attention(call, known, (query, key, value, tensor))
     return layout.result(out)

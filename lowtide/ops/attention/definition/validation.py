@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lowtide.core.checks import DTYPES, check_choice, check_devices
+from lowtide.core.checks import DTYPES, check_choice, check_devices, check_number
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.attention.definition.masks import (
     ONE_TENSOR,
@@ -167,13 +167,13 @@ def check_numbers(p: object, scale: object, softcap: object, *, p_name: str = "p
 
 
 def _check_number(name: str, value: object) -> None:
-    """Raise unless the value is a number; a tensor is not accepted."""
+    """Raise unless the value is a number, or one that torch.compile does not know yet."""
     if isinstance(value, Tensor):
         raise ArgumentTypeError(
             f"{name} must be a float, got a tensor; multiply query with it, or use .item()"
         )
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-        raise ArgumentTypeError(f"{name} must be a float, got {value!r}")
+    if not isinstance(value, (torch.SymFloat, torch.SymInt)):
+        check_number(name, value)
 
 
 def check_window(window: object) -> Band | None:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -72,6 +73,9 @@ Q, KV = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
         ({"p": torch.tensor(0.1)}, TypeError, "p must be a float, got a tensor"),
         ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
         ({"scale": torch.ones(())}, TypeError, "scale must be a float, got a tensor; multiply query"),
+        ({"scale": 10**400}, ValueError, "scale must be a number that a float can hold, got one of"),
+        ({"softcap": 10**400}, ValueError, "softcap must be a number that a float can hold"),
+        ({"p": True}, TypeError, "p must be a float, got True"),
         ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0, or None"),
         ({"window": 3}, TypeError, r"window must be \(left, right\) or None, got 3"),
         ({"window": (-2, 0)}, ValueError, "window must be two ints of at least 0"),
@@ -98,6 +102,20 @@ def test_errors(change, error, message):
     with pytest.raises(error, match=message) as caught:
         lowtide.memory_efficient_attention(**arguments)
     assert isinstance(caught.value, RuntimeError), "which is what torch raises"
+
+
+def test_numbers_of_numpy():
+    """They are taken like Python's, here as in the loss."""
+    query, key, value = (torch.randn(1, 5, 2, 8) for _ in range(3))
+    expected = lowtide.memory_efficient_attention(query, key, value, None, 0.5, 0.25, softcap=2.0, seed=1)
+    numbers = {"p": np.float32(0.5), "scale": np.float32(0.25), "softcap": np.float32(2)}
+    assert torch.equal(lowtide.memory_efficient_attention(query, key, value, seed=1, **numbers), expected)
+    numbers = {"dropout_p": np.float32(0.5), "scale": np.float32(0.25)}
+    outs = []
+    for options in ({"dropout_p": 0.5, "scale": 0.25}, numbers):
+        torch.manual_seed(0)
+        outs.append(lowtide.scaled_dot_product_attention(query, key, value, **options))
+    assert torch.equal(*outs)
 
 
 BLOCKS = masks.BlockDiagonalMask.from_seqlens([2, 3])
