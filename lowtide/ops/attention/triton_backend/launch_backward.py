@@ -60,7 +60,7 @@ def backward(
     operands, out, statistics = _readable(operands, out, statistics)
     low = low.contiguous() if low is not None and is_far(low) else low
     call = kernel_call(operands, options)
-    B, H, G, M, N, _, _ = call.size
+    B, H, _, M, N, _, _ = call.size
     gradients = [
         allocate(each, each.shape, options.rows_first) if want else None
         for each, want in zip(operands[:3], needs_grad)
@@ -78,26 +78,40 @@ def backward(
     )  # fmt: skip
     if launch_small_problems.is_small(call, "problem gradient", bias is not None):
         grad_bias = launch_small_problems.backward(call, bias)
-        return [each for each in (*gradients, grad_bias) if each is not None]
+    else:
+        call = call._replace(row_terms=launch_recomputed.row_terms(call, out, low, statistics))
+        grad_bias = _of_several_tiles(call, operands, options, needs_grad, bias, statistics)
+    return [each for each in (*gradients, grad_bias) if each is not None]
+
+
+def _of_several_tiles(
+    call: KernelCall,
+    operands: Operands,
+    options: AttentionOptions,
+    needs_grad: Sequence[bool],
+    bias: Tensor | None,
+    statistics: Tensor,
+) -> Tensor | None:
+    """Write the gradients that have memory, where the scores of a problem are several tiles.
+
+    Return the bias's gradient if `bias` is given.
+    """
+    B, H, G, _, N, _, _ = call.size
     many = call.find_tile("query") is None
     together = call.find_tile("key and value") is not None
-    own_bias = together and not many and _is_own_bias(call, bias)
-    row_terms = launch_recomputed.row_terms(call, out, low, statistics)
+    own_bias = together and _is_own_bias(call, bias)
     grad_bias = bias_of_scores = bias_sum = None
     if bias is not None:
         if bias.shape[2] == 1:  # the kernel of dk, dv or the stored scores sums dz over queries
             bias_sum = statistics.new_empty(B, H, 1, N)
         elif bias.shape[3] == 1:
-            grad_bias = _bias_of_queries(bias, grad_logsumexp, statistics)
+            grad_bias = _bias_of_queries(bias, call.grad_logsumexp, statistics)
         else:
             # The kernel of dq skips keys that no query of its tile sees: there the gradient is 0.
             skips = own_bias and operands.first is not None
             grad_bias = bias_of_scores = (bias.new_zeros if skips else bias.new_empty)(bias.shape)
     row_first, row_end = _rows_of_keys(call)
-    call = call._replace(
-        row_terms=row_terms, row_first=row_first, row_end=row_end, grad_bias=bias_of_scores,
-        bias_sum=bias_sum,
-    )  # fmt: skip
+    call = call._replace(row_first=row_first, row_end=row_end, grad_bias=bias_of_scores, bias_sum=bias_sum)
     whole, every = _is_whole(call), Strip(0, B, 0, G, 0, N)
     if whole:
         launch_recomputed.confident_delta("whole problem", call._replace(pieces=1), every)
@@ -109,17 +123,16 @@ def backward(
     stores = scores_to_store(operands, options, needs_grad, together, many)
     if whole:
         launch_recomputed.whole_problems(call)
-    elif many or (any(stores) and not (together and _leaves_idle(call, stores))):
+    elif many or (any(stores) and not _leaves_idle(call, stores)):
         _in_strips(call, stores, many)
     else:
-        if grad_query is not None or own_bias:
+        if call.grad_query is not None or own_bias:
             launch_recomputed.confident_delta("query", call._replace(pieces=1), every)
             launch_recomputed.query_gradient(call)
         _key_value_gradients(call)
-    if bias_sum is not None:
-        assert bias is not None
-        grad_bias = bias_sum.sum_to_size(bias.shape).to(bias.dtype)
-    return [each for each in (*gradients, grad_bias) if each is not None]
+    if bias is None or bias_sum is None:
+        return grad_bias
+    return bias_sum.sum_to_size(bias.shape).to(bias.dtype)
 
 
 def _readable(operands: Operands, out: Tensor, statistics: Tensor) -> tuple[Operands, Tensor, Tensor]:
@@ -210,12 +223,10 @@ def _strips_of_heads(
 def _leaves_idle(call: KernelCall, stores: Stored) -> bool:
     """Return True if a strip has too few programs for the card, but the whole call has enough."""
     B, _, G, _, N, _, _ = call.size
-    if call.pieces == 1 or call.grad_bias is not None:
+    tile = call.find_tile("key and value")
+    if tile is None or call.pieces == 1 or call.grad_bias is not None:
         return False
-    strip, tile = (
-        strips(call.size, sum(stores) * call.dtype.itemsize, call.pieces)[0],
-        call.tile("key and value"),
-    )
+    strip = strips(call.size, sum(stores) * call.dtype.itemsize, call.pieces)[0]
     programs = strip.batches * strip.groups * cdiv(strip.keys, tile.N)
     return programs < FEWEST_PROGRAMS <= B * G * cdiv(N, tile.N)
 
