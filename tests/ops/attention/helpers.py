@@ -98,8 +98,9 @@ def ours(case: Case, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def dense(case: Case, *, rounded: bool = False) -> tuple[Tensor, Tensor]:
-    """The result, and the logsumexp in float32 or wider, with all scores in the dtype of the
-    inputs; in float64, `rounded` to what they are in float32."""
+    """The result, and the logsumexp in float32 or wider, from all scores in the inputs' dtype.
+
+    `rounded`: float64 scores are rounded to float32."""
     query, key, value = (each.transpose(1, 2) for each in (case.query, case.key, case.value))
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
     options = case.options
@@ -129,7 +130,7 @@ def scale_of(case: Case) -> float:
 
 
 def _logsumexp(z: Tensor) -> Tensor:
-    """Over the last dimension; torch's own takes its gradient from the rounded sum below."""
+    """Of the last dimension. The gradient of torch's own comes from its rounded result."""
     max_1 = z.detach().amax(-1, keepdim=True)
     return (z - max_1).exp().sum(-1).log() + max_1[..., 0]
 
@@ -171,7 +172,7 @@ def differentiate(
 
 
 def make_upstream(case: Case) -> tuple[Tensor, Tensor]:
-    """Of the result, and of the logsumexp, 0 where that is -inf."""
+    """Upstream gradients of the result and the logsumexp, with 0 where the logsumexp is -inf."""
     B, M, H, _ = case.query.shape
     seen_BHM = (shown(case).any(-1)).expand(B, H, M)
     out = torch.randn(B, M, H, case.value.shape[-1]).to(case.query.device)

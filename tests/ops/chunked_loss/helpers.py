@@ -94,7 +94,7 @@ def make(kind="norm", *, device="cpu", dtype=torch.float64, ignored=0.3, tokens=
 
 
 def dense(loss_fn, head, hidden, *token_tensors, **_):
-    """All rows at once, cut by nobody."""
+    """Compute what chunked_loss does, with all rows at once."""
     parts = hidden if isinstance(hidden, tuple) else (hidden,)
     leading = parts[0].shape[:-1]
 
@@ -128,21 +128,21 @@ def close(found, expected, dtype=torch.float64, roundings=0):
 
 
 def _grouped(tensors):
-    """One number may be right by luck: those are joined to the largest tensor."""
+    """Join tensors of one number, which may be right by luck, to the largest tensor."""
     vectors = sorted((each.detach().double().flatten() for each in tensors), key=len)
     numbers = [each for each in vectors[:-1] if len(each) == 1]
     return [*vectors[len(numbers) : -1], torch.cat([*numbers, vectors[-1]])]
 
 
 def roundings_of(eager, exact):
-    """By how many float32 roundings dense computation is off the truth, by norms, at worst."""
+    """The largest relative error of the dense tensors, by norm, in roundings of float32."""
     errors = [norm(own.double() - true) / norm(true) for own, true in zip(eager, exact) if norm(true)]
     return max(errors, default=0) / torch.finfo(torch.float32).eps
 
 
 @functools.cache
 def _roundings_of_heads(device):
-    """In the loss and the gradients of every head, eight times. Measured, as it is the device's."""
+    """The roundings of dense computation on this device, in eight calls of every head."""
     eager, exact = [], []
     with torch.random.fork_rng(devices=[0] if device == "cuda" else []):
         torch.manual_seed(0)

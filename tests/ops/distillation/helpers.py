@@ -241,7 +241,7 @@ def small(device: str = "cpu", dtype: torch.dtype = torch.float64) -> Inputs:
 def as_function(
     inputs: Inputs, divergence: str, **options: Any
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """Of the student's three tensors."""
+    """The loss as a function of the student's three tensors, and these tensors."""
 
     def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return fused(

@@ -32,7 +32,7 @@ MODES = {
 
 @pytest.fixture(autouse=True)
 def room(monkeypatch):
-    """Of the fewest keys, 128 of one key head. Gives the constant itself."""
+    """Gives a strip room for the fewest keys only, 128 of one key head. Returns the constant."""
     if importlib.util.find_spec("triton") is None:
         return None
     from lowtide.ops.attention.triton_backend import launch_backward, strips
@@ -44,7 +44,7 @@ def room(monkeypatch):
 
 
 def step(case, backend="auto", gradients=True, **options):
-    """Of the result alone, which leaves auto its choice."""
+    """Asks for the result alone, so that "auto" may choose any backend."""
     out = lowtide.memory_efficient_attention(
         case.query, case.key, case.value, case.attn_bias, **case.options, backend=backend
     )
@@ -72,8 +72,8 @@ def peak_of_length(length, mode, device, room):
 
 
 def held(case):
-    """Result, upstream gradient, gradients, and what is saved of a row: the logsumexp, dropout's
-    key, the interval of a mask."""
+    """The bytes of the result, its upstream gradient, the gradients, and what is saved of a row:
+    the logsumexp, dropout's key, the interval of a mask."""
     M = case.query.shape[1]
     return 2 * case.query.nbytes + sum(leaf.nbytes for leaf in case.leaves().values()) + 32 * H * M
 
@@ -113,9 +113,8 @@ def test_memory_linear(device, mode):
 
 
 def a_tenth_of_dense(case):
-    """Beyond inputs, result, upstream gradient and gradients. The leanest dense way has three
-    matrices at once, in the operands' dtype: the weights, their gradients and those of the
-    scores."""
+    """A tenth of what the leanest dense computation holds beyond inputs, results and gradients:
+    three matrices in the operands' dtype, of weights, their gradients and those of the scores."""
     B, _, H, _ = case.query.shape
     return 3 * B * H * scores(case) / 10
 

@@ -41,7 +41,7 @@ def interpreter(device, monkeypatch):
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """For each run of a recording the kernels that it launches."""
+    """The kernels that each run of a recording launches."""
     found, run = [], recorded.Recording.run
 
     def noted(self, tensors):
@@ -74,7 +74,7 @@ def case_of(device, **more):
 
 
 def least_of(device):
-    """The quickest call, where it is asked only whether a call is recorded."""
+    """The quickest call, for tests that ask only whether a call is recorded."""
     return case_of(device, B=1, H=1)
 
 

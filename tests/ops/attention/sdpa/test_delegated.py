@@ -25,7 +25,7 @@ OPS = torch.ops.lowtide
 
 
 def plain(case, **options):
-    """Without the logsumexp, whose gradient would keep it from torch's kernels."""
+    """A call that asks for no logsumexp, since torch's kernels give none."""
     out = lowtide.memory_efficient_attention(
         case.query, case.key, case.value, case.mask, scale=case.options.get("scale"), **options
     )
@@ -36,7 +36,7 @@ def plain(case, **options):
 @pytest.mark.parametrize("scale", [-1.0, 0.0, -1e-300, 1e-300, 1e-40, 1e-3, 3.0])
 @pytest.mark.parametrize("mask", [None, CAUSAL])
 def test_any_scale(device, mask, scale, dtype):
-    """-inf, torch's mask, times a scale of 0 or less is nan; float32 rounds 1e-300 to 0."""
+    """torch masks by -inf, which is nan times a scale of 0 or less; float32 rounds 1e-300 to 0."""
     case = make_case(2, 70, 70, 2, mask=mask, scale=scale, dtype=dtype, device=device)
     upstream = (make_upstream(case)[0], None)
     check(differentiate(plain, case, upstream), case, upstream)
@@ -63,7 +63,7 @@ def test_cpu_half_precision_sums_in_float32(M, N, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_same_bits_no_grad(dtype):
-    """Or a checkpoint would compute another thing than what it was differentiated of."""
+    """Else a checkpoint would compute a result other than the one that is differentiated."""
     case = make_case(1, 130, 130, 2, K=32, dtype=dtype)
     with torch.no_grad():
         without = lowtide.memory_efficient_attention(case.query, case.key, case.value, CAUSAL)
@@ -111,7 +111,7 @@ def test_saved_tensors_restrided(device):
 
 
 def reason(*shapes_and_strides, mask=None, scale=1.0, dtype=torch.bfloat16, device="cuda"):
-    """Of a call whose tensors are described alone."""
+    """The reason against torch's kernels, for tensors without data."""
     with FakeTensorMode():
         tensors = [
             torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -141,7 +141,7 @@ FINE = ((2, 4, 64, 64), (4 * 4096, 4096, 64, 1))
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("name", REFUSED)
 def test_sdpa_refused_operands(name, place):
-    """Of each operand, beside two that are as they should be where sizes allow that."""
+    """One operand is refused, beside two that are not where sizes allow that."""
     (described,), message = REFUSED[name]
     given = [FINE] * 3 if described[0] == FINE[0] else [described] * 3
     given[place] = described
@@ -208,7 +208,7 @@ def test_sdpa_refused_addresses(offset, itemsize):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_compile_operator(dtype, causal, rows_first):
-    """It gives what the tiles give, in the same layout, and takes their statistics for its own."""
+    """The operator gives what the tiles give, in the same layout, and reads their statistics."""
     case = make_case(2, 33, 33, 4, 2, 16, dtype=dtype)
     operands = Operands(*(leaf.detach().transpose(1, 2) for leaf in case.leaves().values()))
     own = AttentionOptions(0.3, rows_first=rows_first, backend="sdpa", causal=causal)
@@ -250,7 +250,7 @@ def test_compile_operator_opcheck(rows_first):
 
 
 def calls(function):
-    """How many functions of Python a call enters: what its host time is made of, on any machine."""
+    """The Python functions that a call enters. Their number stands for its host time."""
     entered = []
     function()
     sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else None)
@@ -333,7 +333,7 @@ STATES = [
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
 def test_remembered_call_in_another_state(state):
-    """It is the same whether or not such a call was handed on before."""
+    """The result is the same whether or not a like call was handed on before."""
     tensors = [torch.randn(2, 4, 16, 8) for _ in range(3)]
     remembered._calls.clear()
     first = state(tensors)

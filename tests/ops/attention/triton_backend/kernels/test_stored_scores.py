@@ -82,7 +82,7 @@ def any_share(monkeypatch):
 
 
 def room_of(room, case):
-    """Bytes of a strip of one key head in all batches or in one, and of all keys; or the fewest."""
+    """Bytes of a strip with all keys of one key head, in all batches or in one; or of 128 keys."""
     return (
         1
         if room == "128 keys"
@@ -91,7 +91,7 @@ def room_of(room, case):
 
 
 def of_head(case, keys):
-    """Of one key head in one batch."""
+    """Bytes of a strip of one key head in one batch."""
     _, M, H, K = case.query.shape
     N, G, E = case.value.shape[1:]
     of_bias = case.bias is not None and min(case.bias.shape[2:]) > 1
@@ -143,7 +143,7 @@ def test_values(device, monkeypatch, name, room):
 
 @pytest.mark.parametrize("name", all_extended_but(["bias [1, H, M, N]"], ["plain", "bias [1, H, M, N]"]))
 def test_same_call_same_bits(device, monkeypatch, name):
-    """And, but for the query, of which strips of keys are a sum, whatever the room is."""
+    """In any room; but the query's gradient is summed over strips of keys, in their order."""
     skip_unless_runnable("triton", device)
     case = case_of(name, device)
     upstream = make_upstream(case)
@@ -205,7 +205,7 @@ def test_gradients_of_subset(device, monkeypatch, wanted, softcap):
 
 
 def bytes_of(strip, size, score_bytes, pieces):
-    """What is kept of its scores, its operands' pieces, and in half precision a sum of dq."""
+    """Bytes of a strip: stored scores, pieces of operands, and in half precision a sum of dq."""
     _, H, G, M, N, K, E = size
     heads = strip.groups * strip.batches * H // G
     operands = 2 * pieces * (heads * M + strip.groups * strip.batches * N) * (up(K, 16) + up(E, 16))
@@ -243,7 +243,7 @@ def test_strips_cover_scores_in_bounded_memory(pieces, shared_heads, shared_batc
 
 @pytest.mark.parametrize("pieces", [0, 2, 3])
 def test_strip_tenth_of_dense(pieces, any_share, monkeypatch):
-    """Which holds three matrices of scores. Or a strip has the fewest keys of a key head."""
+    """Dense holds three matrices of scores. A strip of the fewest keys may be larger."""
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
     itemsize = 4 if pieces else 2
     shapes = ((1, 2, 2, 4096, 64), (2, 8, 2, 1000, 64), (1, 16, 16, 4096, 64), (1, 1, 1, 300, 64))
@@ -288,7 +288,7 @@ def test_strips_of_benchmark_cases(name, any_share, monkeypatch):
 
 
 def strip_corners(strip):
-    """Of each batch and key head, and 128 keys."""
+    """The batch, key head and first key of each 128 keys of a strip."""
     return itertools.product(
         range(strip.first_batch, strip.first_batch + strip.batches),
         range(strip.first_group, strip.first_group + strip.groups),
