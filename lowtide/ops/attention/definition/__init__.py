@@ -4,7 +4,6 @@ Nothing here chooses a backend or runs a kernel.
 
 The modules, in the order of imports (a module imports only those above it):
 
-    advice.py          what stands for names of xformers' masks
     masks.py           the mask classes, and the interval of keys that each query sees
     block_diagonal.py  the masks of several sequences
     operands.py        the tensors and options of a call, in one layout

@@ -18,16 +18,30 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lowtide.core.errors import Absent, ArgumentError, ArgumentTypeError, advises
-from lowtide.ops.attention.definition import advice
 
 # Advice on how to add several tensors up to one bias; the page that it names has an example.
 ONE_TENSOR = (
     "a bool one as bias.masked_fill(~seen, -inf); for an example "
     'see With padding, on the page "Attention with a trained bias" of the documentation'
 )
+TWO_BIASES = f"this mask has a bias already; add the two tensors first, {ONE_TENSOR}"
+BY_ITSELF = "a mask goes to the device of the tensors by itself"
+NOTHING = f"pass nothing: {BY_ITSELF}"
+# What to write in place of the names that xformers' masks have and these lack.
+INSTEAD_OF = {
+    "to": f"leave it out: {BY_ITSELF}",
+    "make_local_attention": "pass a causal mask, and window=(window_size - 1, 0) beside it",
+    "make_causal_from_bottomright": "pass window=(-1, 0) beside the mask",
+    "make_local_attention_from_bottomright": "pass window=(window_size - 1, 0) beside the mask",
+    **dict.fromkeys(
+        ("from_tensor_lists_qk", "from_tensor_lists_qkv"),
+        "call BlockDiagonalMask.from_seqlens(lengths of q, lengths of k), and torch.cat(..., 1) of each list",
+    ),
+    "q_seqinfo": "read q_starts",
+    "k_seqinfo": "read k_starts",
+}
 # A side of a window that no call reaches; with it, positions are int32.
 WIDEST = 1 << 30
-TWO_BIASES = f"this mask has a bias already; add the two tensors first, {ONE_TENSOR}"
 
 
 class Band(NamedTuple):
@@ -64,7 +78,7 @@ class AttentionBias:
     made_for: tuple[int, int] | None = None
     """The numbers of queries and keys that the mask is for; None if it is for any."""
 
-    @advises({}, advice.NOTHING, otherwise=advice.NOTHING)
+    @advises({}, NOTHING, otherwise=NOTHING)
     def __init__(self) -> None:
         pass
 
@@ -122,7 +136,7 @@ class AttentionBias:
         return f"{type(self).__name__}({bias})"
 
 
-for _name, _instead in advice.INSTEAD_OF.items():
+for _name, _instead in INSTEAD_OF.items():
     setattr(AttentionBias, _name, Absent(_name, _instead))
 
 

@@ -92,7 +92,7 @@ def check_bias(name: str, attn_bias: object) -> None:
     )
 
 
-def check_operands(operands: Operands, *, bias_name: str = "attn_bias") -> None:
+def check_operands(operands: Operands, *, bias_name: str) -> None:
     """Raise unless the dtypes, devices and shapes of operands in [B, H, M, K] fit.
 
     The messages name the sizes in words, because the caller's tensors may have another layout.
