@@ -109,7 +109,7 @@ def log_probs(
     options = Options.of(input, arguments)
     refuse_sharded_by_definition(head, Labels(target), options)
     if _by_definition(head, options):
-        found = reference.linear_log_probs(head, target, options)
+        found: Sequence[Tensor] = reference.linear_log_probs(head, target, options)
     elif _unknown_to_operators(head, Labels(target)):
         found = higher_order.linear_log_probs(head, target, options)
     else:

@@ -33,7 +33,6 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Optio
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine, make_rows
 from lowtide.ops.linear_cross_entropy.engines.row_loss import mean_factor
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
     call_number,
     engine_of,
@@ -42,7 +41,7 @@ from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
     with_number,
     without_number,
 )
-from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call
+from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call, upstream_of
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
@@ -58,6 +57,10 @@ OPTIONS = "bool[] needs_grad" + "".join(
 )
 
 
+ParsedCall = tuple[Head, Labels, tuple[bool, ...], Options]
+PlannedCall = tuple[Plan, Head, Labels]
+
+
 def _operator(name: str, arguments: str) -> Any:
     return operator(name, f"({arguments}, {OPTIONS}) -> Tensor[]")
 
@@ -65,64 +68,25 @@ def _operator(name: str, arguments: str) -> Any:
 @_operator("linear_cross_entropy", f"{HEAD}, {LABELS}")
 def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
     parts = parsed(arguments)
-    head = parts[0]
-    if head.by_position and parts[-1].sharded:  # each position's plan is agreed on by all ranks
+    head, *_, options = parts
+    if head.by_position and options.sharded:  # each position's plan is agreed on by all ranks
         return _of_positions(*parts)
     if head.by_position:
-        return _compiled_side_by_side(parts[-1], _of_positions, *parts, rehearsal=_of_positions_and_finish)
-    return _run(_linear_cross_entropy, _planned(*parts))
-
-
-def _linear_cross_entropy(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
-    if plan.options.reduction == "none":
-        return with_number(row_losses(plan, head, labels), plan.agreement)
-    loss, gradients = loss_and_gradients(plan, head, labels)
-    return [loss, *([] if gradients is None else gradients.outputs)]
-
-
-def row_losses(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
-    """Return each row's loss, and the statistics for backward, of a call whose plan is made."""
-    engine = _engine(plan, head, labels)
-    stats, rows = engine.row_statistics(), engine.rows
-    return [rows.of_all(rows.loss_N(stats)), *saved_stats(stats, rows, plan.engine)]
+        return _compiled_side_by_side(options, _of_positions, *parts, rehearsal=_of_positions_and_finish)
+    call = _planned(*parts)
+    return _by_row(call) if options.reduction == "none" else _run(_loss_and_outputs, call)
 
 
 @_operator("linear_cross_entropy_backward", f"Tensor? grad_output, Tensor[] statistics, {HEAD}, {LABELS}")
 def linear_cross_entropy_backward(
     grad_output: Tensor | None, statistics: Sequence[Tensor], *arguments: Any
 ) -> list[Tensor]:
-    upstream = {"loss": grad_output is not None}
-    call = _planned(*parsed(arguments), statistics=statistics, upstream=upstream)
-    return _run(gradients_of_row_losses, call, without_number(statistics, call[0].agreement), grad_output)
-
-
-def gradients_of_row_losses(
-    plan: Plan, head: Head, labels: Labels, statistics: Sequence[Tensor], grad_output: Tensor | None
-) -> list[Tensor]:
-    """Return the wanted gradients, of a call whose plan is made."""
-    engine = _engine(plan, head, labels)
-    stats = read_stats(statistics, engine.rows, engine.stats_kind)
-    if grad_output is None:
-        grad_output = stats.max_N.new_zeros(engine.rows.N)
-    return _final(engine, engine.rows.coefs(grad_output.flatten()), stats)
+    return _gradients_by_row(parsed(arguments), statistics, [grad_output])
 
 
 @_operator("linear_log_probs", f"{HEAD}, Tensor target")
 def linear_log_probs(*arguments: Any) -> list[Tensor]:
-    call = _planned(*parsed(arguments, log_probs=True), log_probs=True)
-    return with_number(_run(row_log_probs, call), call[0].agreement)
-
-
-def row_log_probs(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
-    """Return the four results of each row, and the statistics for backward, likewise."""
-    engine = _engine(plan, head, labels)
-    stats, rows = engine.row_statistics(), engine.rows
-    log_prob_N = stats.nll_N.neg().masked_fill_(rows.invalid_target_N, torch.nan)
-    return [
-        *(rows.of_all(each) for each in (log_prob_N, stats.entropy_N, stats.logsumexp_N)),
-        rows.of_all(stats.argmax_N, ignored=-1),
-        *saved_stats(stats, rows, engine.plan.engine),
-    ]
+    return _by_row(_planned(*parsed(arguments, log_probs=True), log_probs=True))
 
 
 @_operator(
@@ -138,34 +102,82 @@ def linear_log_probs_backward(
     *arguments: Any,
 ) -> list[Tensor]:
     grad_output = [grad_log_prob, grad_entropy, grad_logsumexp]
-    names = ("log_prob", "entropy", "logsumexp")
-    upstream = {name: each is not None for name, each in zip(names, grad_output)}
-    parts = parsed(arguments, log_probs=True)
-    call = _planned(*parts, log_probs=True, statistics=statistics, upstream=upstream)
-    return _run(gradients_of_row_log_probs, call, without_number(statistics, call[0].agreement), grad_output)
+    return _gradients_by_row(parsed(arguments, log_probs=True), statistics, grad_output, log_probs=True)
 
 
-def gradients_of_row_log_probs(
+def _by_row(call: PlannedCall) -> list[Tensor]:
+    return with_number(_run(results_by_row, call), call[0].agreement)
+
+
+def _gradients_by_row(
+    parts: ParsedCall,
+    statistics: Sequence[Tensor],
+    grad_output: list[Tensor | None],
+    *,
+    log_probs: bool = False,
+) -> list[Tensor]:
+    call = _planned(*parts, log_probs=log_probs, statistics=statistics, upstream=upstream_of(grad_output))
+    return _run(gradients_by_row, call, without_number(statistics, call[0].agreement), grad_output)
+
+
+# Compute a call whose plan is made. The results of rows are losses, or else log_prob, entropy,
+# logsumexp and argmax.
+
+
+def results_by_row(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
+    """Return the results of rows, and each row's statistics for backward."""
+    engine = _engine(plan, head, labels)
+    stats, rows = engine.row_statistics(), engine.rows
+    if plan.call_kind.log_probs:
+        log_prob_N = stats.nll_N.neg().masked_fill_(rows.invalid_target_N, torch.nan)
+        results = [rows.of_all(each) for each in (log_prob_N, stats.entropy_N, stats.logsumexp_N)]
+        results.append(rows.of_all(stats.argmax_N, ignored=-1))
+    else:
+        results = [rows.of_all(rows.loss_N(stats))]
+    return [*results, *saved_stats(stats, rows, plan.engine)]
+
+
+def gradients_by_row(
     plan: Plan,
     head: Head,
     labels: Labels,
     statistics: Sequence[Tensor],
-    grad_output: list[Tensor | None],
+    grad_output: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """Return the wanted gradients, of a call whose plan is made."""
+    """Return the wanted gradients, from the upstream gradients of the results of rows."""
     engine = _engine(plan, head, labels)
-    stats = read_stats(statistics, engine.rows, engine.stats_kind)
-    if engine.plan.agreement is not None:  # ranks with tokens of their own may use other results
-        for place, of_some_rank in enumerate(engine.plan.agreement.upstream):
-            if of_some_rank and grad_output[place] is None:
-                grad_output[place] = stats.max_N.new_zeros(engine.rows.N)
-    return _final(engine, engine.rows.log_prob_coefs(stats, *grad_output), stats)
+    rows = engine.rows
+    stats = read_stats(statistics, rows, engine.stats_kind)
+    given = [*grad_output]
+    if plan.agreement is not None:  # ranks with tokens of their own may use other results
+        for place, of_some_rank in enumerate(plan.agreement.upstream):
+            if of_some_rank and given[place] is None:
+                given[place] = stats.max_N.new_zeros(rows.N)
+    if plan.call_kind.log_probs:
+        coefs = rows.log_prob_coefs(stats, *given)
+    else:
+        (grad,) = given
+        coefs = rows.coefs(stats.max_N.new_zeros(rows.N) if grad is None else grad.flatten())
+    return engine.backward(coefs, stats).finished(engine.head.tensors, plan.backend)
+
+
+def loss_and_gradients(plan: Plan, head: Head, labels: Labels) -> tuple[Tensor, Gradients | None]:
+    """Return a mean or sum and its gradients."""
+    if plan.one_product_of_logits:
+        from lowtide.ops.linear_cross_entropy.engines.logits import one_product
+
+        return one_product.loss_and_gradients(plan, head, labels)
+    engine = _engine(plan, head, labels)
+    denominator, factor = _mean(engine, labels.normalizer)
+    return _loss(engine, denominator, factor)
+
+
+def _loss_and_outputs(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
+    loss, gradients = loss_and_gradients(plan, head, labels)
+    return [loss, *([] if gradients is None else gradients.outputs)]
 
 
 # Convert arguments, choose the engine's class, add up positions.
-
-
-PlannedCall = tuple[Plan, Head, Labels]
 
 
 def _run(compute: Callable[..., list[Tensor]], call: PlannedCall, *arguments: Any) -> list[Tensor]:
@@ -194,21 +206,17 @@ def _compute_both(
     compute: Callable[..., list[Tensor]], plan: Plan, head: Head, labels: Labels, *arguments: Any
 ) -> None:
     """Compute the call, and its backward pass as far as it is known what that will be."""
-    outputs = compute(plan, head, labels, *arguments)
-    log_probs, needs_grad = plan.call_kind.log_probs, plan.needs_grad
-    if not needs_grad.some or compute not in (_linear_cross_entropy, row_log_probs):
+    outputs, needs_grad = compute(plan, head, labels, *arguments), plan.needs_grad
+    if compute is gradients_by_row or not needs_grad.some:
         return
-    if log_probs or plan.options.reduction == "none":
-        statistics = outputs[4:] if log_probs else outputs[1:]
-        call = _planned(
-            head, labels, needs_grad.all, plan.options, log_probs=log_probs, statistics=statistics
-        )
-        if log_probs:  # with a gradient of log-probabilities alone, as most losses have
-            gradients_of_row_log_probs(*call, statistics, [outputs[0], None, None])
-        else:
-            gradients_of_row_losses(*call, statistics, outputs[0])
-    else:
+    if compute is _loss_and_outputs:
         _finish(outputs, head, needs_grad.all, plan.backend)
+        return
+    log_probs = plan.call_kind.log_probs
+    statistics = outputs[4:] if log_probs else outputs[1:]
+    call = _planned(head, labels, needs_grad.all, plan.options, log_probs=log_probs, statistics=statistics)
+    # Most losses have a gradient of log-probabilities alone.
+    gradients_by_row(*call, statistics, [outputs[0], *[None, None] * log_probs])
 
 
 def _of_positions_and_finish(
@@ -227,9 +235,7 @@ def _finish(outputs: Sequence[Tensor], head: Head, needs_grad: Sequence[bool], b
             finish_eagerly(next(each), next(each), loss, like, backend, in_place=True)
 
 
-def parsed(
-    arguments: Sequence[Any], *, log_probs: bool = False
-) -> tuple[Head, Labels, tuple[bool, ...], Options]:
+def parsed(arguments: Sequence[Any], *, log_probs: bool = False) -> ParsedCall:
     """Parse an operator's arguments, from the head on: head, labels, needs_grad, options."""
     inputs, weights, bias, scale, *rest = arguments
     head, count = Head(tuple(inputs), tuple(weights), bias, scale), 1 if log_probs else len(Labels._fields)
@@ -264,17 +270,6 @@ def _of_position(call: PlannedCall, factor: Tensor) -> tuple[Tensor, Gradients |
 
         return one_product.loss_and_gradients(*call, factor)
     return _loss(_engine(*call), None, factor)
-
-
-def loss_and_gradients(plan: Plan, head: Head, labels: Labels) -> tuple[Tensor, Gradients | None]:
-    """Return a mean or sum and its gradients, of a call whose plan is made."""
-    if plan.one_product_of_logits:
-        from lowtide.ops.linear_cross_entropy.engines.logits import one_product
-
-        return one_product.loss_and_gradients(plan, head, labels)
-    engine = _engine(plan, head, labels)
-    denominator, factor = _mean(engine, labels.normalizer)
-    return _loss(engine, denominator, factor)
 
 
 def _mean(engine: LossEngine, normalizer: Tensor | None) -> tuple[Tensor | None, Tensor]:
@@ -378,7 +373,3 @@ def _engine(plan: Plan, *operands: Any) -> LossEngine:
     else:
         from lowtide.ops.linear_cross_entropy.engines.logits.engine import LogitsEngine as kind
     return kind(plan, *operands)
-
-
-def _final(engine: LossEngine, coefs: RowCoefs, stats: RowStats) -> list[Tensor]:
-    return engine.backward(coefs, stats).finished(engine.head.tensors, engine.plan.backend)

@@ -1,6 +1,6 @@
 """Say what a rank tells the others of a call of the loss, and compare what must be equal on all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,12 @@ from lowtide.ops.linear_cross_entropy.planning.call import CallKind
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from lowtide.ops.linear_cross_entropy.ranks.agreement import OwnCall
+
+
+def upstream_of(grad_output: Sequence[Tensor | None]) -> dict[str, bool]:
+    """Return for each result of rows, by name, whether it has an upstream gradient here."""
+    names = ("loss",) if len(grad_output) == 1 else ("log_prob", "entropy", "logsumexp")
+    return {name: each is not None for name, each in zip(names, grad_output)}
 
 
 def own_call(

@@ -19,7 +19,7 @@ from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.pending_gradient import finish_gradients
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
 from lowtide.ops.linear_cross_entropy.operator import autograd, ops
 from lowtide.ops.linear_cross_entropy.operator.planner import with_copies
@@ -34,9 +34,8 @@ class RememberedCall:
 
         self.plan, self.copied, self.scale = plan, copied, scale
         self.needs_grad = plan.needs_grad.all
-        self.log_probs = plan.call_kind.log_probs
-        self.by_row = self.log_probs or plan.options.reduction == "none"
-        self.results = 4 if self.log_probs else 1
+        self.pair = autograd.LOG_PROBS if plan.call_kind.log_probs else autograd.LOSS
+        self.by_row = autograd.is_by_row(self.pair, plan.options)
         self.forward, self.backward = RecordedFunction(self._forward), RecordedFunction(self._backward)
 
     waits = False
@@ -55,10 +54,10 @@ class RememberedCall:
         if self.scale is not None:
             tensors = tensors._replace(logit_scale=None)
         if any(self.needs_grad):
-            kind = linear_log_probs if self.log_probs else linear_cross_entropy
+            kind = linear_log_probs if self.pair is autograd.LOG_PROBS else linear_cross_entropy
             results = kind.apply(self, *tensors)
         else:
-            results = self.compute(tensors)[: self.results]
+            results = self.compute(tensors)[: self.pair.results]
         leading = tensors.input.shape[:-1]
         if not self.by_row or len(leading) == 1:
             return results  # type: ignore[no-any-return]
@@ -75,14 +74,14 @@ class RememberedCall:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the head's tensors."""
         if is_differentiated(*grad_output):
-            return self._differentiated(tensors, grad_output)
+            return autograd.differentiated(*self._call(tensors), grad_output)
         if not self.by_row:
             of_head = tensors.input, tensors.linear_weight, tensors.linear_bias, tensors.logit_scale
             (grad,) = grad_output
             assert grad is not None
             return finish_gradients(kept, grad, of_head, self.needs_grad, self.plan.backend)
         if torch.compiler.is_compiling() or not seen_by_nobody([*grad_output, *tensors, *kept]):
-            return self._by_operator(tensors, kept, grad_output)
+            return self.by_operator(tensors, kept, grad_output)
         with on_device_of(tensors.input):
             found = self.gradients_by_row(tensors, kept, grad_output)
             return scatter_gradients(found, self.needs_grad)  # type: ignore[arg-type]
@@ -94,28 +93,16 @@ class RememberedCall:
         given = *grad_output, *tensors, *kept
         return self.backward(strides_of(given), *given)
 
-    def _differentiated(
-        self, tensors: Tensors, grad_output: Sequence[Tensor | None]
+    def by_operator(
+        self, tensors: Tensors, kept: Any, grad_output: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        options, needs_grad = self.plan.options, self.needs_grad
-        if self.log_probs:
-            call = self._head(tensors), tensors.target, options, needs_grad
-            found = autograd.differentiated_log_probs(*call, grad_output)
-        else:
-            of_loss = self._head(tensors), tensors.labels, options, needs_grad
-            found = autograd.differentiated_loss(*of_loss, grad_output[0])
-        assert found is not None
-        return found
+        """Return the gradients of the head's tensors by the operator, which decides anew."""
+        return autograd.by_operator(*self._call(tensors), kept, grad_output)
 
-    def _by_operator(
-        self, tensors: Tensors, statistics: Any, grad_output: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, ...]:
-        options, needs_grad = self.plan.options, self.needs_grad
-        if self.log_probs:
-            call = self._head(tensors), tensors.target, options, needs_grad
-            return autograd.of_row_log_probs(*call, statistics, grad_output)
-        of_loss = self._head(tensors), tensors.labels, options, needs_grad
-        return autograd.of_row_losses(*of_loss, statistics, grad_output[0])
+    def _call(
+        self, tensors: Tensors
+    ) -> tuple[autograd.OperatorPair, Head, Labels, Options, tuple[bool, ...]]:
+        return self.pair, self._head(tensors), tensors.labels, self.plan.options, self.needs_grad
 
     def _head(self, tensors: Tensors) -> Head:
         return tensors.head if self.scale is None else tensors._replace(logit_scale=self.scale).head
@@ -127,7 +114,7 @@ class RememberedCall:
 
     def _backward(self, *given: Any) -> list[Tensor]:
         grad_output, tensors, kept = self.parts(given)
-        return self.found_by_row(self.plan, *self.operands(tensors), kept, grad_output)
+        return ops.gradients_by_row(self.plan, *self.operands(tensors), kept, grad_output)
 
     def operands(self, tensors: Tensors) -> tuple[Head, Labels]:
         """Return the head, with copies of what the engine cannot read, and the labels."""
@@ -135,7 +122,7 @@ class RememberedCall:
 
     def parts(self, given: Sequence[Any]) -> tuple[Sequence[Any], Tensors, Sequence[Any]]:
         """Return the upstream gradients, the call's tensors, and what forward kept."""
-        count = 3 if self.log_probs else 1
+        count = self.pair.upstream
         end = count + len(Tensors._fields)
         return given[:count], Tensors(*given[count:end]), given[end:]
 
@@ -145,15 +132,7 @@ class RememberedCall:
             loss, gradients = ops.loss_and_gradients(plan, head, labels)
             found = [] if gradients is None else [each for each in gradients.all if each is not None]
             return [loss, *(part for each in found for part in (each.tensor, each.remaining))]
-        return [*(ops.row_log_probs if self.log_probs else ops.row_losses)(plan, head, labels)]
-
-    def found_by_row(
-        self, plan: Plan, head: Head, labels: Labels, kept: Sequence[Any], grad_output: Sequence[Any]
-    ) -> list[Tensor]:
-        """Return the wanted gradients of a call by row."""
-        if self.log_probs:
-            return ops.gradients_of_row_log_probs(plan, head, labels, kept, [*grad_output])
-        return ops.gradients_of_row_losses(plan, head, labels, kept, *grad_output)
+        return [*ops.results_by_row(plan, head, labels)]
 
 
 def strides_of(tensors: Sequence[Tensor | None]) -> Hashable:
@@ -170,7 +149,7 @@ class linear_cross_entropy(torch.autograd.Function):
     def forward(ctx: Any, entry: RememberedCall, *each: Any) -> tuple[Tensor, ...]:
         tensors = Tensors(*each)
         found = entry.compute(tensors)
-        results, kept = found[: entry.results], found[entry.results :]
+        results, kept = found[: entry.pair.results], found[entry.pair.results :]
         ctx.entry = entry
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *kept)
@@ -178,7 +157,8 @@ class linear_cross_entropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_output: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        entry, grad_output = ctx.entry, grad_output[:3]  # argmax has none
+        entry = ctx.entry
+        grad_output = grad_output[: entry.pair.upstream]
         if all(each is None for each in grad_output) and not entry.waits:
             return (None,) * (1 + len(Tensors._fields))
         with entry.telling_errors():

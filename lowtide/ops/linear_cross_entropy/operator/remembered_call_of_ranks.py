@@ -16,15 +16,13 @@ from lowtide.core.collectives import group_named
 from lowtide.core.matmul import on_device_of
 from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import call_number, with_number
-from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call
+from lowtide.ops.linear_cross_entropy.operator import ops
+from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call, upstream_of
 from lowtide.ops.linear_cross_entropy.operator.planner import rows_for
 from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall, strides_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks import equal_values, messages
 from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement, OwnCall, Terms
-
-# The results of a call by row that may have an upstream gradient.
-OF_LOSSES, OF_LOG_PROBS = ("loss",), ("log_prob", "entropy", "logsumexp")
 
 
 class RememberedCallOfRanks(RememberedCall):
@@ -53,10 +51,10 @@ class RememberedCallOfRanks(RememberedCall):
         self, tensors: Tensors, kept: Sequence[Tensor | None], grad_output: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         if not self.is_current():  # the group has ended since forward
-            return list(self._by_operator(tensors, kept, grad_output))
+            return list(self.by_operator(tensors, kept, grad_output))
         which = tuple([each is not None for each in grad_output])
         if which not in self.backward_passes:
-            upstream = dict(zip(OF_LOG_PROBS if self.log_probs else OF_LOSSES, which))
+            upstream = upstream_of(grad_output)
             self.backward_passes[which] = AgreedPass(self, tensors, self._compared_by_row, upstream)
         number = call_number(kept) if self.waits else None
         given = *grad_output, *tensors, *(kept[:-1] if self.waits else kept)
@@ -71,7 +69,7 @@ class RememberedCallOfRanks(RememberedCall):
     def _compared_by_row(self, plan: Plan, *given: Any) -> list[Tensor | None]:
         grad_output, tensors, kept = self.parts(given)
         head, labels, differ_k = compared(plan, *self.operands(tensors))
-        return [*self.found_by_row(plan, head, labels, kept, grad_output), differ_k]
+        return [*ops.gradients_by_row(plan, head, labels, kept, grad_output), differ_k]
 
 
 class AgreedPass:
