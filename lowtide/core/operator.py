@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,15 @@ from lowtide.core import torch_private
 
 # Registrations end when this object is freed.
 LIBRARY = Library("lowtide", "FRAGMENT")
+
+# The schema's names of types; other types have the names that Python gives them.
+SCHEMA_TYPES: dict[Any, str] = {
+    Tensor | None: "Tensor?",
+    tuple[Tensor, ...]: "Tensor[]",
+    torch.dtype: "ScalarType",
+    int | None: "int?",
+    float | None: "float?",
+}
 
 _direct: dict[Any, Callable[..., list[Tensor]]] = {}
 """The function that runs an operator, and its derivative if any, without torch's dispatcher."""
@@ -58,6 +67,12 @@ def _are_plain(arguments: Iterable[Any]) -> bool:
         elif isinstance(each, Tensor) or (kind in (list, tuple) and not _are_plain(each)):
             return False
     return True
+
+
+def schema_of(fields: type) -> str:
+    """Return the arguments of a schema, one for each field of a named tuple."""
+    types = get_type_hints(fields).items()
+    return ", ".join(f"{SCHEMA_TYPES.get(kind) or kind.__name__} {name}" for name, kind in types)
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from torch.library import register_fake
 
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.core.matmul import on_device_of
-from lowtide.core.operator import operator
+from lowtide.core.operator import operator, schema_of
 from lowtide.ops.distillation.engine import DistillationEngine
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import DistillationPlan, keeps_sum, make_plan, rows_for
@@ -36,21 +36,7 @@ from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from lowtide.ops.linear_cross_entropy.ranks.agreement import OwnCall, agree
 
-SCHEMA_TYPES: dict[Any, str] = {  # others by their own names
-    Tensor | None: "Tensor?",
-    torch.dtype: "ScalarType",
-    float | None: "float?",
-    int | None: "int?",
-}
-
-
-def _schema(fields: type) -> str:
-    """Return the schema of a named tuple's fields."""
-    hints = get_type_hints(fields).items()
-    return ", ".join(f"{SCHEMA_TYPES.get(kind) or kind.__name__} {name}" for name, kind in hints)
-
-
-ARGUMENTS = f"{_schema(Heads)}, bool[] needs_grad, {_schema(DistillationOptions)}"
+ARGUMENTS = f"{schema_of(Heads)}, bool[] needs_grad, {schema_of(DistillationOptions)}"
 
 
 @operator("distillation", f"({ARGUMENTS}) -> Tensor[]")

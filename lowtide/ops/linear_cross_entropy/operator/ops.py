@@ -20,14 +20,14 @@ Shapes: N tokens, D_k features of term k, V classes, P positions.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.core.collectives import Group
 from lowtide.core.matmul import on_device_of
-from lowtide.core.operator import operator
+from lowtide.core.operator import operator, schema_of
 from lowtide.core.pending_gradient import finish_eagerly
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
@@ -49,13 +49,8 @@ from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from lowtide.ops.linear_cross_entropy.ranks.agreement import agree
 
-HEAD = "Tensor[] inputs, Tensor[] weights, Tensor? bias, Tensor? scale"
-LABELS = ", ".join(f"Tensor{'?' * (name in Labels._field_defaults)} {name}" for name in Labels._fields)
-SCHEMA_TYPES = {torch.dtype: "ScalarType", int | None: "int?"}  # others by their own names
-OPTIONS = "bool[] needs_grad" + "".join(
-    f", {SCHEMA_TYPES.get(kind) or kind.__name__} {name}" for name, kind in get_type_hints(Options).items()
-)
-
+HEAD, LABELS = schema_of(Head), schema_of(Labels)
+OPTIONS = f"bool[] needs_grad, {schema_of(Options)}"
 
 ParsedCall = tuple[Head, Labels, tuple[bool, ...], Options]
 PlannedCall = tuple[Plan, Head, Labels]
