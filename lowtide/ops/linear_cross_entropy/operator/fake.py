@@ -6,6 +6,7 @@ gets the first two by registered functions.
 Shapes: N tokens, D_k features of term k, V classes.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from lowtide.core.flop_formula import register_flop_formula
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains, keeps_input_sum
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import saves_target_logit, with_engine
-from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of, parsed
+from lowtide.ops.linear_cross_entropy.operator.ops import ParsedCall, call_kind_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.planner import peak_bytes, weight_gradient_of, with_graph_facts
 from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind
@@ -68,12 +69,6 @@ def _(*arguments: Any) -> list[Tensor]:
     return [number, *waiting]
 
 
-@register_fake("lowtide::linear_cross_entropy_backward")
-def _(_grad_output: Any, _statistics: Any, *arguments: Any) -> list[Tensor]:
-    head, _, needs_grad, _ = parsed(arguments)
-    return _fake_gradients(head.tensors, needs_grad)
-
-
 @register_fake("lowtide::linear_log_probs")
 def _(*arguments: Any) -> list[Tensor]:
     head, _, _, options = parsed(arguments, log_probs=True)
@@ -86,56 +81,41 @@ def _(*arguments: Any) -> list[Tensor]:
     ]
 
 
-@register_fake("lowtide::linear_log_probs_backward")
-def _(*arguments: Any) -> list[Tensor]:
-    head, _, needs_grad, _ = parsed(arguments[4:], log_probs=True)
-    return _fake_gradients(head.tensors, needs_grad)
-
-
-def _fake_gradients(tensors: Sequence[Any], needs_grad: Sequence[bool]) -> list[Tensor]:
-    return [like.new_empty(like.shape) for like, grad in zip(tensors, needs_grad) if grad]
-
-
-def _products(inputs: Sequence[Any], weights: Sequence[Any], needs_grad: Sequence[bool]) -> int:
-    """Count the FLOPs of the logits and of the wanted gradients of inputs and weights."""
-    terms, total = len(inputs), 0
-    for k, (input, weight) in enumerate(zip(inputs, weights)):
-        tokens = math.prod(input[:-1])
-        total += 2 * tokens * math.prod(weight) * (1 + needs_grad[k] + needs_grad[terms + k])
-    return total
-
-
-@register_flop_formula(torch.ops.lowtide.linear_cross_entropy)
-def _(*arguments: Any, **_out: Any) -> int:
-    (inputs, weights, *_), _, needs_grad, options = parsed(arguments)
-    return _products(inputs, weights, [grad and options.reduction != "none" for grad in needs_grad])
-
-
-@register_flop_formula(torch.ops.lowtide.linear_cross_entropy_backward)
-def _(_grad_output: Any, _statistics: Any, *arguments: Any, **_out: Any) -> int:
-    (inputs, weights, *_), _, needs_grad, _ = parsed(arguments)
-    return _products(inputs, weights, needs_grad)
-
-
-@register_flop_formula(torch.ops.lowtide.linear_log_probs)
-def _(*arguments: Any, **_out: Any) -> int:
-    inputs, weights, *_ = arguments
-    return _products(inputs, weights, [False] * 2 * len(inputs))
-
-
-@register_flop_formula(torch.ops.lowtide.linear_log_probs_backward)
-def _(*arguments: Any, **_out: Any) -> int:
-    (inputs, weights, *_), _, needs_grad, _ = parsed(arguments[4:], log_probs=True)
-    return _products(inputs, weights, needs_grad)
-
-
-# The index of a head's first argument in each operator's arguments.
+# The place of a head's first argument among each operator's arguments.
 _HEAD = {
     "lowtide::linear_cross_entropy": 0,
     "lowtide::linear_cross_entropy_backward": 2,
     "lowtide::linear_log_probs": 0,
     "lowtide::linear_log_probs_backward": 4,
 }
+
+
+def _parsed(operator: str, arguments: Sequence[Any]) -> ParsedCall:
+    return parsed(arguments[_HEAD[operator] :], log_probs="log_probs" in operator)
+
+
+def _fake_gradients(operator: str, *arguments: Any) -> list[Tensor]:
+    head, _, needs_grad, _ = _parsed(operator, arguments)
+    tensors = zip(head.tensors, needs_grad)
+    return [like.new_empty(like.shape) for like, grad in tensors if grad and like is not None]
+
+
+def _flops(operator: str, *arguments: Any, **_out: Any) -> int:
+    """Count the FLOPs of the logits, and of the gradients of inputs and weights that are formed."""
+    (inputs, weights, *_), _, needs_grad, options = _parsed(operator, arguments)
+    forms = operator.endswith("_backward") or not ("log_probs" in operator or options.reduction == "none")
+    terms, total = len(inputs), 0
+    for k, (input, weight) in enumerate(zip(inputs, weights)):  # shapes in the place of tensors
+        formed = needs_grad[k] + needs_grad[terms + k] if forms else 0
+        total += 2 * math.prod(input[:-1]) * math.prod(weight) * (1 + formed)
+    return total
+
+
+for _name in _HEAD:
+    _overloads = getattr(torch.ops.lowtide, _name.partition("::")[2])
+    register_flop_formula(_overloads)(functools.partial(_flops, _name))
+    if _name.endswith("_backward"):
+        register_fake(_name)(functools.partial(_fake_gradients, _name))
 
 
 def moved_call(
@@ -155,7 +135,7 @@ def moved_call(
 
 def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
     """Return the bytes that a call holds beyond its arguments and results."""
-    head, options, call_kind = _parsed(operator, arguments)
+    head, options, call_kind = _call_of(operator, arguments)
     if not head.by_position:
         return peak_bytes(head, options, call_kind)
     wide = widened(head, call_kind.needs_grad.all, options.sum_dtype)
@@ -169,13 +149,11 @@ def with_new_graph_facts(operator: str, arguments: Sequence[Any]) -> tuple[Any, 
     The facts among the arguments may have been chosen for tensors on another device. The workspace
     that the caller asked for is kept.
     """
-    head, options, call_kind = _parsed(operator, arguments)
+    head, options, call_kind = _call_of(operator, arguments)
     return (*arguments[: -len(options)], *with_graph_facts(head, options, call_kind))
 
 
-def _parsed(operator: str, arguments: Sequence[Any]) -> tuple[Head, Options, CallKind]:
+def _call_of(operator: str, arguments: Sequence[Any]) -> tuple[Head, Options, CallKind]:
+    head, (target, weight, *_), needs_grad, options = _parsed(operator, arguments)
     log_probs = "log_probs" in operator
-    head, (target, weight, *_), needs_grad, options = parsed(
-        arguments[_HEAD[operator] :], log_probs=log_probs
-    )
     return head, options, call_kind_of(head, target, weight, needs_grad, log_probs=log_probs)
