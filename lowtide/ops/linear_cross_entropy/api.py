@@ -11,8 +11,7 @@ from lowtide.core.fsdp import gathers_head
 from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
 from lowtide.ops.linear_cross_entropy.data_sharded import takes_data_sharded_head
 from lowtide.ops.linear_cross_entropy.definition import advice
-from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
-from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
+from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction, Tensors
 from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 from lowtide.ops.linear_cross_entropy.operator import signatures
 

@@ -2,8 +2,7 @@
 
 Modules, in import order (a module imports only from those above it):
 
-head         a head's tensors, the options of the loss, and the classes that a rank holds
-tensors      the tensors of a call by the names of the public arguments
+head         the tensors of a head and of a loss, its options, and the classes that a rank holds
 vocab_shard  how the classes are divided over the ranks of a mesh
 advice       advice in errors about arguments that do not fit
 validation   check the arguments of a call

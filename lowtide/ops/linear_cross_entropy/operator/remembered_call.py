@@ -19,8 +19,7 @@ from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.pending_gradient import finish_gradients
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
-from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, Tensors
 from lowtide.ops.linear_cross_entropy.operator import autograd, ops
 from lowtide.ops.linear_cross_entropy.operator.planner import with_copies
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.core.collectives import group_named
 from lowtide.core.matmul import on_device_of
-from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
+from lowtide.ops.linear_cross_entropy.definition.head import Tensors
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import call_number, with_number
 from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call, upstream_of

@@ -12,8 +12,7 @@ from torch.autograd import forward_ad
 
 from lowtide.core import torch_private
 from lowtide.core.operator import seen_by_nobody
-from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Options
-from lowtide.ops.linear_cross_entropy.definition.tensors import Tensors
+from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Options, Tensors
 from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.operator.planner import (
     make_plan,
