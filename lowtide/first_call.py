@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy import linear_cross_entropy
+from lowtide.ops.linear_cross_entropy.definition.head import ROW_FACTORS
 
 # Nothing that a CPU compiles depends on the number of tokens.
 CPU_TOKENS = 16
@@ -40,8 +41,8 @@ def warmup(
         dtype: of input and weight. Under `torch.autocast`, call it as the step is called: there,
             with the weight's dtype.
         device: None for the current CUDA device, or the CPU where there is none.
-        options: of `linear_cross_entropy`, with their values in training. In place of the tensors
-            `linear_bias`, `weight` and `row_weight` pass True.
+        options: of `linear_cross_entropy`, with their values in training. In place of a tensor (a
+            bias, weights of the classes or of the rows) pass True.
 
     Memory:
         On CUDA that of a step: input, weight, the gradients of both and the workspace. It is given
@@ -88,7 +89,7 @@ def _run(N: int, D: int, V: int, dtype: torch.dtype, device: torch.device, optio
         made = {
             "linear_bias": zeros(V),
             "weight": torch.ones(V, device=device),
-            "row_weight": torch.ones(rows, device=device),
+            **{name: torch.ones(rows, device=device) for name in ROW_FACTORS},
         }
         given = {name: made.get(name, value) if value is True else value for name, value in options.items()}
         target_N = torch.zeros(rows, dtype=torch.int64, device=device)

@@ -250,15 +250,8 @@ def linear_cross_entropy(
         remembered = None if known is None else signatures.run(known, operands)
         if remembered is not None:
             return remembered[0]
-    tensors = {
-        "input": input,
-        "linear_weight": linear_weight,
-        "target": target,
-        "linear_bias": linear_bias,
-        "weight": weight,
-        "logit_scale": logit_scale,
-        "row_weight": row_weight,
-    }
+    tensors = operands._asdict()
+    del tensors["normalizer"]  # a number, which is not divided over ranks
     options: dict[str, Any] = {
         "reduction": reduction,
         "ignore_index": ignore_index,
@@ -383,17 +376,9 @@ def linear_log_probs(
         remembered = None if known is None else signatures.run(known, operands)
         if remembered is not None:
             return LogProbs(*remembered)
-    tensors = {
-        "input": input,
-        "linear_weight": linear_weight,
-        "target": target,
-        "linear_bias": linear_bias,
-        "weight": None,
-        "logit_scale": logit_scale,
-    }
     call, found = sharding.run_sharded(
         partial(_log_probs, **options),
-        tensors,
+        operands._asdict(),
         group=group,
         first_class=first_class,
         num_classes=num_classes,

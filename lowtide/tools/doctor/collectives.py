@@ -34,7 +34,7 @@ def collectives(
     rank_tokens: int,
     features: int,
     chunk: int,
-    row_weight: bool,
+    row_factors: int,
     compared: int,
 ) -> list[Collective]:
     """Return the collectives of a call and, if it has gradients, of its backward.
@@ -46,7 +46,7 @@ def collectives(
         rank_tokens: the most tokens that a rank passes.
         features: D.
         chunk: the number of tokens of a chunk, of all ranks together.
-        row_weight: True if the call has row weights.
+        row_factors: the number of tensors with a factor of each row.
         compared: the number of tensors on a device that must be equal on all ranks.
     """
     options, kind = plan.options, plan.call_kind
@@ -63,7 +63,7 @@ def collectives(
     agreements = calls * (2 if own and tokens % ranks else 1)
     # Each row has statistics and an upstream gradient; for log-probabilities, log_prob's alone.
     excluding = options.engine in EXCLUDING
-    vectors = calls * row_weight + (3 + kind.log_probs + excluding) * again
+    vectors = calls * row_factors + (3 + kind.log_probs + excluding) * again
     totals = smoothing and (weights or not excluding)
     statistics = 3 + smoothing + kind.probabilities + 2 * kind.log_probs
     parts = -(-plan.options.num_classes // ranks)  # classes of a rank, and then its segments

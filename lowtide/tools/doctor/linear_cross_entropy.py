@@ -11,7 +11,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Head, Options, VocabShard, scale_of
+from lowtide.ops.linear_cross_entropy.definition.head import (
+    ROW_FACTORS,
+    Arguments,
+    Head,
+    Options,
+    VocabShard,
+    scale_of,
+)
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator.planner import (
@@ -112,7 +119,7 @@ class AskedLossCall:
                 "backend must be 'auto', 'triton' or 'torch' where classes are divided over ranks, or into "
                 "segments, got 'reference'"
             )
-        if self.log_probs and (self.probabilities is not None or self.weight or self.row_weight):
+        if self.log_probs and (self.probabilities is not None or self.weight or self._row_factors):
             raise ArgumentError(
                 "--log-probs is linear_log_probs, which takes targets that are classes and no weights, got "
                 "--probabilities, --weight or --row-weight; leave them out"
@@ -249,15 +256,19 @@ class AskedLossCall:
             rank_tokens=self.own_tokens,
             features=self.D,
             chunk=self.rows(),
-            row_weight=self.row_weight,
+            row_factors=self._row_factors,
             compared=self._compared(),
         )
+
+    @property
+    def _row_factors(self) -> int:
+        return sum(getattr(self, name) for name in ROW_FACTORS)
 
     def _compared(self) -> int:
         """Return how many tensors the ranks compare on the device (ranks/equal_values.py)."""
         if self.device == "cpu":
             return 0
-        by_row = 0 if self.tokens_sharded else (self.probabilities is None) + self.row_weight
+        by_row = 0 if self.tokens_sharded else (self.probabilities is None) + self._row_factors
         return by_row + (self.logit_scale is not None)
 
 

@@ -186,7 +186,9 @@ class Tensors(NamedTuple):
         return Labels(self.target, self.weight, self.row_weight, normalizer)
 
 
-BY_ROW = ("target", "row_weight")
+ROW_FACTORS = ("row_weight",)
+"""The fields of Arguments and Labels that multiply each row's loss."""
+BY_ROW = ("target", *ROW_FACTORS)
 """The fields of Labels that have an entry for each row."""
 
 

@@ -25,7 +25,7 @@ from lowtide.core.checks import (
 )
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy.definition import advice
-from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Backend, Reduction
+from lowtide.ops.linear_cross_entropy.definition.head import ROW_FACTORS, Arguments, Backend, Reduction
 
 REDUCTIONS = get_args(Reduction)
 BACKENDS = get_args(Backend)
@@ -39,7 +39,7 @@ def check_arguments(
     linear_bias: Tensor | None,  # [V]
     arguments: Arguments,
 ) -> None:
-    """Check the options of the head, and all tensors but row weights and a normalizer."""
+    """Check the options of the head, and all tensors but factors of the rows and a normalizer."""
     weight, logit_scale = arguments.weight, arguments.logit_scale
     if len(inputs) != len(linear_weights) or not inputs:
         raise ArgumentError(
@@ -68,14 +68,15 @@ def check_arguments(
 
 
 def check_loss(arguments: Arguments, target: Tensor, input: Tensor, rows: Sequence[int]) -> None:
-    """Check the options of the loss; row weights must have the shape `rows`."""
+    """Check the options of the loss; factors of the rows must have the shape `rows`."""
     check_loss_options(arguments, target)
     check_normalizer(arguments.normalizer, arguments.reduction, input)
-    _check_row_weight(arguments.row_weight, input, rows)
+    for name in ROW_FACTORS:
+        _check_row_factor(name, getattr(arguments, name), input, rows)
 
 
 def check_loss_options(arguments: Arguments, target: Tensor) -> None:
-    """Check the options of the loss except row weights and a normalizer."""
+    """Check the options of the loss except factors of the rows and a normalizer."""
     ignore_index, z_loss, weight = arguments.ignore_index, arguments.z_loss, arguments.weight
     check_choice("reduction", arguments.reduction, REDUCTIONS)
     check_ignore_index(ignore_index)
@@ -89,29 +90,31 @@ def check_loss_options(arguments: Arguments, target: Tensor) -> None:
                 "ignore_index must be None where target holds class probabilities, "
                 f"got {ignore_index}; take the rows that are not to count out of input and target"
             )
-    elif weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            "weight (class weights) takes no gradient, got a tensor that requires one; pass weight.detach()"
-        )
+    elif weight is not None:
+        _refuse_gradient("weight", weight, " (class weights)")
 
 
-def _check_row_weight(row_weight: Tensor | None, input: Tensor, rows: Sequence[int]) -> None:
-    if row_weight is None:
+def _check_row_factor(name: str, factor: Tensor | None, input: Tensor, rows: Sequence[int]) -> None:
+    if factor is None:
         return
-    check_tensors({"row_weight": row_weight})
-    if not row_weight.is_floating_point():
+    check_tensors({name: factor})
+    if not factor.is_floating_point():
         raise ArgumentTypeError(
-            f"row_weight must be a floating-point tensor, got {row_weight.dtype}; use row_weight.float()"
+            f"{name} must be a floating-point tensor, got {factor.dtype}; use {name}.float()"
         )
-    if row_weight.shape != torch.Size(rows):
+    if factor.shape != torch.Size(rows):
         raise ArgumentError(
-            f"row_weight must have shape {list(rows)}, one number a row, got {list(row_weight.shape)}; "
-            "slice it like input and target, or pass row_weight.expand(...) of that shape"
+            f"{name} must have shape {list(rows)}, one number a row, got {list(factor.shape)}; "
+            f"slice it like input and target, or pass {name}.expand(...) of that shape"
         )
-    check_devices({"input": input, "row_weight": row_weight}, meta=True)
-    if row_weight.requires_grad and torch.is_grad_enabled():
+    check_devices({"input": input, name: factor}, meta=True)
+    _refuse_gradient(name, factor)
+
+
+def _refuse_gradient(name: str, tensor: Tensor, what: str = "") -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
-            "row_weight takes no gradient, got a tensor that requires one; pass row_weight.detach()"
+            f"{name}{what} takes no gradient, got a tensor that requires one; pass {name}.detach()"
         )
 
 
@@ -140,10 +143,7 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
         )
     if normalizer.device.type != "cpu":  # a number in the CPU's memory goes to any device without waiting
         check_devices({"input": input, "normalizer": normalizer}, meta=True)
-    if normalizer.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            "normalizer takes no gradient, got a tensor that requires one; pass normalizer.detach()"
-        )
+    _refuse_gradient("normalizer", normalizer)
     if can_be_read(normalizer) and not 0 <= normalizer.item() < math.inf:
         raise ArgumentError(
             f"normalizer must be a finite number above 0, or 0 for no token, got {normalizer.item()}; "
