@@ -40,9 +40,9 @@ class Begin(NamedTuple):
 
 
 class End(NamedTuple):
-    """Hold the collective that is waited for."""
+    """Hold the collective that is waited for: a Begin, or the step that a recording makes of it."""
 
-    begun: Begin
+    begun: Any
 
 
 class Group:

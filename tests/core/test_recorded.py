@@ -9,9 +9,10 @@ import torch
 pytest.importorskip("triton")
 
 from lowtide.core.compile_ahead import launches
+from lowtide.core.compile_ahead.placeholders import Operation
 from lowtide.core.recording import recorded
 from lowtide.core.recording.recorded import RecordedFunction, record
-from lowtide.core.recording.steps import AllocationStep, Question
+from lowtide.core.recording.steps import AllocationStep
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_another_layout_than_rehearsed_is_computed_anew():
     expected = function(None, X)[0]
     recording = function.known[PLAIN]
     place, question = next(
-        (place, step) for place, (step, _) in enumerate(recording.steps) if isinstance(step, Question)
+        (place, step) for place, (step, _) in enumerate(recording.steps) if isinstance(step, Operation)
     )
     (part,) = question.results
     other = question._replace(results=(part._replace(layout=part.layout._replace(strides=(1, 4))),))

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from lowtide.core.compile_ahead.placeholders import Operation
 from lowtide.core.recording import script
-from lowtide.core.recording.steps import AllocationStep, MemoryLayout, Part, Question, Start, layout_of
+from lowtide.core.recording.steps import AllocationStep, MemoryLayout, Part, Start, layout_of
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 
@@ -127,7 +128,7 @@ def test_a_large_memory_is_an_allocation_of_its_own(allocated):
 
 def test_a_memory_that_torch_reads_is_a_tensor(allocated):
     x = torch.rand(4)
-    question = Question(torch.ops.aten.neg.default, (vector(2, 4),), {}, (vector(3, 4),))
+    question = Operation(torch.ops.aten.neg.default, (vector(2, 4),), {}, (vector(3, 4),))
     steps = [
         *(allocation(1, 4), allocation(2, 4)),
         launch(vector(1, 4), vector(0, 4), count=4),
@@ -146,10 +147,10 @@ def test_a_view_in_another_dtype_is_of_the_same_memory(shape, dtypes):
     own, other = dtypes
     layout = layout_of(torch.empty(shape, dtype=own))
     part = Part(1, 8, MemoryLayout((1,), (1,), other), False)
-    filled = Question(torch.ops.aten.fill_.Scalar, (part, 3), {}, ())
-    of_given = Question(torch.ops.aten.fill_.Scalar, (part._replace(memory=0), 3), {}, ())
+    filled = Operation(torch.ops.aten.fill_.Scalar, (part, 3), {}, ())
+    of_given = Operation(torch.ops.aten.fill_.Scalar, (part._replace(memory=0), 3), {}, ())
     whole = Part(1, 0, layout, True)
-    zeroed = Question(torch.ops.aten.zero_.default, (whole,), {}, ())
+    zeroed = Operation(torch.ops.aten.zero_.default, (whole,), {}, ())
     given = torch.zeros(shape, dtype=own)
     steps = [AllocationStep(1, layout, CPU), zeroed, filled, of_given]
     (found,) = run(steps, [given], [own, own], [whole])
@@ -166,7 +167,7 @@ def test_an_operation_that_returns_several_tensors():
     values, places = (
         Part(each, 0, MemoryLayout((3,), (1,), dtype), True) for each, dtype in ((1, F32), (2, torch.int64))
     )
-    largest = Question(torch.ops.aten.max.dim, (Part(0, 0, layout_of(x), True), 1), {}, (values, places))
+    largest = Operation(torch.ops.aten.max.dim, (Part(0, 0, layout_of(x), True), 1), {}, (values, places))
     found = run([largest], [x], [F32, F32, torch.int64], [places, None, values])
     assert torch.equal(found[0], x.argmax(1))
     assert found[1] is None

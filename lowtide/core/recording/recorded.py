@@ -36,10 +36,8 @@ from lowtide.core.recording.steps import (
     AllocationStep,
     BeginStep,
     Box,
-    EndStep,
     MemoryLayout,
     Part,
-    Question,
     Start,
     Step,
     layout_of,
@@ -225,14 +223,13 @@ class _Recorder:
             self.begun[id(note)] = begun
             return begun
         if isinstance(note, End):
-            begun = self.begun[id(note.begun)]
-            return EndStep(begun.work, begun.tensors)
+            return End(self.begun[id(note.begun)])
         if isinstance(note, Launch):
             width, height, depth = (*note.grid, 1, 1)[:3]
             return Start(note.kernel, (width, height, depth), self._described(note.arguments), note.constants)
         arguments, options = self._described(note.arguments), self._described(note.options)
         if _writes(note):
-            return Question(note.function, arguments, options, ())
+            return Operation(note.function, arguments, options, ())
         returned = list(_new_tensors(note))
         if not returned:
             return None
@@ -241,7 +238,7 @@ class _Recorder:
             made = self.layouts[parts[0].memory]
             assert made is not None
             return AllocationStep(parts[0].memory, made, returned[0].device)
-        return Question(note.function, arguments, options, parts)
+        return Operation(note.function, arguments, options, parts)
 
     def _described(self, value: Any) -> Any:
         """Return arguments with a Part in the place of each tensor."""

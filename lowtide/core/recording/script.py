@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.collectives import End
+from lowtide.core.compile_ahead.placeholders import Operation
 from lowtide.core.recording.steps import (
     AllocationStep,
     BeginStep,
     Box,
-    EndStep,
     MemoryLayout,
     Part,
-    Question,
     Start,
     Step,
     layout_of,
@@ -117,10 +117,10 @@ class _Script:
         elif isinstance(step, BeginStep):
             call = f"{self.value(step.begin)}({', '.join(map(self.tensor, step.tensors))})"
             self.lines.append(f"m{step.work} = {call}")
-        elif isinstance(step, EndStep):
-            self.lines.append(f"m{step.work}.wait()")
+        elif isinstance(step, End):
+            self.lines.append(f"m{step.begun.work}.wait()")
         else:
-            self.add_question(step)
+            self.add_operation(step)
 
     def add_launch(self, step: Start) -> None:
         if not self.by_handle:
@@ -132,7 +132,7 @@ class _Script:
         call = *of_kernel, *["None"] * 3, *[self.value(each, address=True) for each in step.values]
         self.lines.append(f"{self.value(kernel.run)}({', '.join(map(str, call))})")
 
-    def add_question(self, step: Question) -> None:
+    def add_operation(self, step: Operation) -> None:
         function = getattr(step.function, "_op", step.function)  # the call from Python, or from C++
         options = [f"{name}={self.value(each)}" for name, each in step.options.items()]
         call = f"{self.value(function)}({', '.join([*map(self.value, step.arguments), *options])})"

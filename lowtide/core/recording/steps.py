@@ -1,4 +1,9 @@
-"""Define the steps of a recording: allocations, launches, operations of torch, collectives."""
+"""Define the steps of a recording: allocations, launches, operations of torch, collectives.
+
+An operation, and the end of a collective, are the notes of the rehearsal, with a Part in the place
+of each tensor. The results of an operation are the new tensors; it has none if it writes to its
+arguments.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -7,7 +12,9 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from lowtide.core.collectives import End
 from lowtide.core.compile_ahead.launches import launch
+from lowtide.core.compile_ahead.placeholders import Operation
 from lowtide.core.kernels.launch import constants_in_order, is_launched_by_handle
 
 
@@ -58,29 +65,12 @@ class AllocationStep(NamedTuple):
     device: torch.device
 
 
-class Question(NamedTuple):
-    """Run an operation of torch."""
-
-    function: Any
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    results: tuple[Part, ...]
-    """The new tensors; none if the operation writes to its arguments."""
-
-
 class BeginStep(NamedTuple):
     """Begin a collective."""
 
     work: int
     """The place among the memories of what is waited for."""
     begin: Callable[..., Any]
-    tensors: tuple[Part, ...]
-
-
-class EndStep(NamedTuple):
-    """Wait for a collective that was begun, whose tensors live until then."""
-
-    work: int
     tensors: tuple[Part, ...]
 
 
@@ -108,7 +98,7 @@ class Start:
         return *self.arguments, *constants
 
 
-Step = AllocationStep | Question | Start | BeginStep | EndStep
+Step = AllocationStep | Operation | Start | BeginStep | End
 
 
 def layout_of(tensor: Tensor) -> MemoryLayout:
@@ -117,15 +107,16 @@ def layout_of(tensor: Tensor) -> MemoryLayout:
 
 def memories_of(step: Step) -> Iterator[int]:
     """Yield the memories that a step reads or writes."""
-    if isinstance(step, (AllocationStep, Question)):
+    if isinstance(step, AllocationStep):
+        yield step.memory
+    elif isinstance(step, Operation):
         yield from _memories_in(tuple(step))
-        if isinstance(step, AllocationStep):
-            yield step.memory
     elif isinstance(step, Start):
         yield from _memories_in(step.arguments)
     else:
-        yield step.work
-        yield from _memories_in(step.tensors)
+        begun = step.begun if isinstance(step, End) else step  # its tensors live until it ends
+        yield begun.work
+        yield from _memories_in(begun.tensors)
 
 
 def _memories_in(value: Any) -> Iterator[int]:

@@ -143,7 +143,7 @@ def same_bits(rank: int, names: Iterable[str] = CASES) -> None:
             assert_same(each, found[0], name)
         for each in runs:
             kinds = [type(step) for step, _ in each.steps]
-            assert kinds.count(steps.BeginStep) == kinds.count(steps.EndStep) > 0, name
+            assert kinds.count(steps.BeginStep) == kinds.count(steps.End) > 0, name
 
 
 def same_bits_of_few(rank: int) -> None:
