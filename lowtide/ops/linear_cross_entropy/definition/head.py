@@ -140,7 +140,7 @@ class Labels(NamedTuple):
     normalizer: Tensor | None = None  # 0-d
 
     @classmethod
-    def of(cls, target: Tensor, arguments: Arguments, input: Tensor) -> "Labels":
+    def of(cls, target: Tensor, arguments: "Arguments | Tensors", input: Tensor) -> "Labels":
         normalizer = normalizer_of(arguments.normalizer, input)
         return cls(target, arguments.weight, arguments.row_weight, normalizer)
 
@@ -182,8 +182,7 @@ class Tensors(NamedTuple):
 
     @property
     def labels(self) -> Labels:
-        normalizer = normalizer_of(self.normalizer, self.input)
-        return Labels(self.target, self.weight, self.row_weight, normalizer)
+        return Labels.of(self.target, self, self.input)
 
 
 ROW_FACTORS = ("row_weight",)
