@@ -4,6 +4,7 @@ An operator runs the engine of its plan; a compiled graph contains it as one nod
 
 Modules, in import order (a module imports only from those above it):
 
+arguments                 the schema of the operators, and their arguments as a call
 planner                   the plan of a call: which engine, and how it uses its memory
 own_call                  what a rank tells the others of a call
 positions                 the gradients of a K-dimensional loss, one position after the other

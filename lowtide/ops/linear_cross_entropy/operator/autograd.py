@@ -28,6 +28,7 @@ from lowtide.core.operator import call, derivative
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.planner import with_graph_facts
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 from lowtide.ops.linear_cross_entropy.ranks import messages
@@ -84,7 +85,7 @@ def linear_log_probs(head: Head, target: Tensor, options: Options) -> list[Tenso
 def _run(pair: OperatorPair, head: Head, labels: Labels, options: Options) -> list[Tensor]:
     tracked = torch.is_grad_enabled()
     needs_grad = tuple(tracked and each is not None and each.requires_grad for each in head.tensors)
-    call_kind = ops.call_kind_of(
+    call_kind = call_kind_of(
         head, labels.target, labels.class_weight, needs_grad, log_probs=pair is LOG_PROBS
     )
     options = with_graph_facts(head, options, call_kind)
@@ -147,7 +148,7 @@ def by_operator(
 
 def _save(pair: OperatorPair, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     """Save the call for backward."""
-    head, labels, ctx.needs_grad, ctx.options = ops.parsed(inputs, log_probs=pair is LOG_PROBS)
+    head, labels, ctx.needs_grad, ctx.options = parsed(inputs, log_probs=pair is LOG_PROBS)
     ctx.pair, ctx.terms = pair, len(head.inputs)
     ctx.set_materialize_grads(False)
     if any(ctx.needs_grad):

@@ -21,7 +21,7 @@ from lowtide.core.flop_formula import register_flop_formula
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains, keeps_input_sum
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import saves_target_logit, with_engine
-from lowtide.ops.linear_cross_entropy.operator.ops import ParsedCall, call_kind_of, parsed
+from lowtide.ops.linear_cross_entropy.operator.arguments import ParsedCall, call_kind_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.planner import peak_bytes, weight_gradient_of, with_graph_facts
 from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
 from lowtide.ops.linear_cross_entropy.planning.call import CallKind

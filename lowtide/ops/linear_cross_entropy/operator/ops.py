@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lowtide.core.collectives import Group
 from lowtide.core.matmul import on_device_of
-from lowtide.core.operator import operator, schema_of
+from lowtide.core.operator import operator
 from lowtide.core.pending_gradient import finish_eagerly
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
@@ -41,18 +41,22 @@ from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
     with_number,
     without_number,
 )
+from lowtide.ops.linear_cross_entropy.operator.arguments import (
+    HEAD,
+    LABELS,
+    OPTIONS,
+    ParsedCall,
+    call_kind_of,
+    parsed,
+)
 from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call, upstream_of
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
+from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from lowtide.ops.linear_cross_entropy.ranks.agreement import agree
 
-HEAD, LABELS = schema_of(Head), schema_of(Labels)
-OPTIONS = f"bool[] needs_grad, {schema_of(Options)}"
-
-ParsedCall = tuple[Head, Labels, tuple[bool, ...], Options]
 PlannedCall = tuple[Plan, Head, Labels]
 
 
@@ -172,7 +176,7 @@ def _loss_and_outputs(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
     return [loss, *([] if gradients is None else gradients.outputs)]
 
 
-# Convert arguments, choose the engine's class, add up positions.
+# Plan a call, run it, choose the engine's class, add up positions.
 
 
 def _run(compute: Callable[..., list[Tensor]], call: PlannedCall, *arguments: Any) -> list[Tensor]:
@@ -228,13 +232,6 @@ def _finish(outputs: Sequence[Tensor], head: Head, needs_grad: Sequence[bool], b
     for like, grad in zip(head.tensors, needs_grad):
         if grad and like is not None:
             finish_eagerly(next(each), next(each), loss, like, backend, in_place=True)
-
-
-def parsed(arguments: Sequence[Any], *, log_probs: bool = False) -> ParsedCall:
-    """Parse an operator's arguments, from the head on: head, labels, needs_grad, options."""
-    inputs, weights, bias, scale, *rest = arguments
-    head, count = Head(tuple(inputs), tuple(weights), bias, scale), 1 if log_probs else len(Labels._fields)
-    return head, Labels(*rest[:count]), tuple(rest[count]), Options(*rest[count + 1 :])
 
 
 def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], options: Options) -> list[Tensor]:
@@ -333,17 +330,6 @@ def _planned(
         if differ_k is not None:
             equal_values.tell_hosts(Group(options.group), own.compared_on_device, differ_k)
     return plan, head, labels
-
-
-def call_kind_of(
-    head: Head, target: Tensor, class_weight: Tensor | None, needs_grad: Sequence[bool], *, log_probs: bool
-) -> CallKind:
-    terms = len(head.inputs)
-    gradients = NeedsGrad(
-        tuple(needs_grad[:terms]), tuple(needs_grad[terms : 2 * terms]), *needs_grad[2 * terms :]
-    )
-    soft_dtype = target.dtype if target.is_floating_point() else None
-    return CallKind(gradients, log_probs, soft_dtype, class_weight is not None)
 
 
 def _engine(plan: Plan, *operands: Any) -> LossEngine:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import byte_counts, requirements
 from tests.support.extended import all_extended_but
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowtide
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import remembered, requirements
 from tests.support.loss import (
     check,

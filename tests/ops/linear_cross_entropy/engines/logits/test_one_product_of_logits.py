@@ -18,7 +18,7 @@ from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.engines.logits import one_product, spec
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import operands, requirements
 from tests.support.loss import interpreted, make_inputs, planned
 

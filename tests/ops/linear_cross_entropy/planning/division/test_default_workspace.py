@@ -17,8 +17,8 @@ from lowtide.memory import peak_memory
 from lowtide.ops import distillation
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
 from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts, workspace_of
-from lowtide.ops.linear_cross_entropy.operator.ops import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace
