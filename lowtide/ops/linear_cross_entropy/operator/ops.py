@@ -160,15 +160,27 @@ def gradients_by_row(
     return engine.backward(coefs, stats).finished(engine.head.tensors, plan.backend)
 
 
-def loss_and_gradients(plan: Plan, head: Head, labels: Labels) -> tuple[Tensor, Gradients | None]:
-    """Return a mean or sum and its gradients."""
+def loss_and_gradients(
+    plan: Plan, head: Head, labels: Labels, factor: Tensor | None = None
+) -> tuple[Tensor, Gradients | None]:
+    """Return the mean or sum of the rows' losses, and its gradients.
+
+    With a factor, return the sum of the losses, and its gradients times the factor.
+    """
     if plan.one_product_of_logits:
         from lowtide.ops.linear_cross_entropy.engines.logits import one_product
 
-        return one_product.loss_and_gradients(plan, head, labels)
-    engine = _engine(plan, head, labels)
-    denominator, factor = _mean(engine, labels.normalizer)
-    return _loss(engine, denominator, factor)
+        return one_product.loss_and_gradients(plan, head, labels, factor)
+    engine, denominator, gradients = _engine(plan, head, labels), None, None
+    if factor is None and plan.options.reduction == "mean":
+        denominator, factor = engine.rows.mean(labels.normalizer)
+    elif factor is None:
+        factor = torch.ones((), dtype=plan.sum_dtype, device=engine.device)
+    if plan.needs_grad.some:
+        stats, gradients = engine.forward(factor)
+    else:
+        stats = engine.row_statistics()
+    return engine.rows.total_loss(stats, denominator), gradients
 
 
 def _loss_and_outputs(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
@@ -248,7 +260,7 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
         gradients = PositionGradients(head, plan.needs_grad, plan.sum_dtype)
         loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
         for position, call in enumerate(calls):
-            of_one, found = _of_position(call, factor)
+            of_one, found = loss_and_gradients(*call, factor)
             loss += of_one
             if found is not None:
                 gradients.add(position, found)
@@ -256,49 +268,17 @@ def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], opti
         return [loss if denominator is None else loss / denominator, *gradients.gradients.outputs]
 
 
-def _of_position(call: PlannedCall, factor: Tensor) -> tuple[Tensor, Gradients | None]:
-    if call[0].one_product_of_logits:
-        from lowtide.ops.linear_cross_entropy.engines.logits import one_product
-
-        return one_product.loss_and_gradients(*call, factor)
-    return _loss(_engine(*call), None, factor)
-
-
-def _mean(engine: LossEngine, normalizer: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Return the mean's divisor (None for a sum) and the gradients' factor.
-
-    The divisor is the normalizer if there is one.
-    """
-    if engine.plan.options.reduction == "sum":
-        return None, _one(engine.plan, engine.device)
-    return engine.rows.mean(normalizer)
-
-
 def _mean_of_positions(calls: Sequence[PlannedCall], labels: Labels) -> tuple[Tensor | None, Tensor]:
-    """Return the same over all positions."""
+    """Return the divisor of a mean over positions (None for a sum), and the gradients' factor."""
     plan, head, _ = calls[0]
     if plan.options.reduction == "sum":
-        return None, _one(plan, head.device)
+        return None, torch.ones((), dtype=plan.sum_dtype, device=head.device)
     weights, ignored = [], []
     for rows in (make_rows(*call) for call in calls):  # one position's vectors at a time
         weights.append(rows.denominator())
         ignored.append(rows.ignored_N.all())
     denominator = torch.stack(weights).sum() if labels.normalizer is None else labels.normalizer
     return denominator, mean_factor(denominator, torch.stack(ignored).all())
-
-
-def _one(plan: Plan, device: torch.device) -> Tensor:
-    return torch.ones((), dtype=plan.sum_dtype, device=device)
-
-
-def _loss(engine: LossEngine, denominator: Tensor | None, factor: Tensor) -> tuple[Tensor, Gradients | None]:
-    """Return the loss of all rows over the denominator, and the wanted gradients, times factor."""
-    gradients = None
-    if engine.plan.needs_grad.some:
-        stats, gradients = engine.forward(factor)
-    else:
-        stats = engine.row_statistics()
-    return engine.rows.total_loss(stats, denominator), gradients
 
 
 def _planned(
