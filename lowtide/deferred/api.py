@@ -14,7 +14,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.deferred import elementwise, indexing, pytree, reductions
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.locate_head import check_head, check_model, classes, locate_head
-from lowtide.deferred.recorded.logits import HeadCall
+from lowtide.deferred.recorded.head_call import HeadCall
 from lowtide.deferred.recorded.reporting import Counts, Watch
 from lowtide.deferred.recorded.sharded import transformers_forward
 

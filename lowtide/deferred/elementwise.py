@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.deferred.recorded import expression
-from lowtide.deferred.recorded.logits import DeferredLogits, handles
+from lowtide.deferred.recorded.handlers import handles
+from lowtide.deferred.recorded.logits import DeferredLogits
 from lowtide.deferred.recorded.proxy import replaced
 
 

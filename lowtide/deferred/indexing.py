@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lowtide.deferred.recorded import expression
-from lowtide.deferred.recorded.logits import DeferredLogits, handles
+from lowtide.deferred.recorded.handlers import handles
+from lowtide.deferred.recorded.logits import DeferredLogits
 
 
 @handles(

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.functions import in_function
 from lowtide.deferred.recorded.logits import NO_GRADIENT, DeferredLogits
-from lowtide.deferred.recorded.proxy import in_function, replaced
+from lowtide.deferred.recorded.proxy import replaced
 
 
 class LogitsLeaf(Tensor):

@@ -21,7 +21,8 @@ from lowtide.deferred.elementwise import is_class_dim
 from lowtide.deferred.match_head import LinearHead, match_head
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
-from lowtide.deferred.recorded.logits import NO_GRADIENT, DeferredLogits, handles
+from lowtide.deferred.recorded.handlers import handles
+from lowtide.deferred.recorded.logits import NO_GRADIENT, DeferredLogits
 from lowtide.deferred.recorded.reporting import FUSED_LOSS
 from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy.data_sharded import mean_of_losses

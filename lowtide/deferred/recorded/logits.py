@@ -2,70 +2,24 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Node
-from lowtide.deferred.recorded.proxy import (
-    Proxy,
-    describe_function,
-    flat,
-    in_function,
-    is_in_place,
-    is_running,
-    is_torchs,
-    replaced,
-    running_forwards,
-    spelled,
-)
-from lowtide.deferred.recorded.reporting import Counts
+from lowtide.deferred.recorded.functions import describe_function, in_function, is_running, running_forwards
+from lowtide.deferred.recorded.handlers import HANDLERS
+from lowtide.deferred.recorded.head_call import HeadCall
+from lowtide.deferred.recorded.proxy import Proxy, flat, is_in_place, is_torchs, replaced, spelled
 
 # These are read from a meta tensor of the same shape, dtype and strides.
 METADATA = {
     *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "itemsize", "layout"),
     *("nbytes", "ndim", "ndimension", "nelement", "numel", "size", "storage_offset", "stride"),
 }
-
-
-class Handler(NamedTuple):
-    """Hold the function that runs in place of the torch functions of one name."""
-
-    function: Callable[..., Any]
-    keywords: frozenset[str] | None
-    """The keywords that the function accepts; None for any."""
-    anywhere: bool
-    """True if the deferred logits need not be the first argument."""
-
-
-HANDLERS: dict[str, Handler] = {}
-"""Map names of torch functions to handlers; elementwise, indexing and reductions fill it."""
-
-
-def handles(
-    *names: str, anywhere: bool = False, pass_name: bool = False
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Run the function in place of torch's functions and methods of these names.
-
-    The function returns NotImplemented where it does not apply; then the logits are materialised.
-    With `pass_name` it gets the name as its first argument.
-    """
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            own = functools.partial(function, name) if pass_name else function
-            parameters = inspect.signature(own).parameters.values()
-            anything = any(each.kind is each.VAR_KEYWORD for each in parameters)
-            keywords = None if anything else frozenset(each.name for each in parameters)
-            HANDLERS[name] = Handler(own, keywords, anywhere)
-        return function
-
-    return register
 
 
 NO_GRADIENT = (
@@ -75,37 +29,6 @@ NO_READER = (
     "a reader of arrays (torch.as_tensor, torch.tensor, DLPack) would take these logits without their "
     "gradient; pass logits.materialize(), or logits.detach()"
 )
-
-
-class HeadCall:
-    """Hold what all logits of one call of the head share."""
-
-    def __init__(self, counts: Counts, workspace: int | None) -> None:
-        self.counts = counts
-        self.workspace = workspace
-        """Bytes that each fused loss may hold; None for the default."""
-        self.mesh: Any = None
-        """The mesh over which tensor parallelism divides the classes; None without."""
-        self.placements: tuple[Any, ...] = ()
-        """The placements that a DTensor of these logits would have."""
-        self.made = 0
-        """Counts those of these logits that have been materialised."""
-        self.changed: str | None = None
-        """The operation that changed materialised logits in place, if any."""
-        forwards: list[FrameType | None] = list(running_forwards()) or [None]
-        self.forward = forwards[0]
-        """The frame of the innermost autograd.Function's forward around the call, if any."""
-        self.function: str | None = None
-        """The name of the innermost Function around the call that has an input to differentiate."""
-        self.left = self.forward
-        """The frame of that Function's forward."""
-        if in_function() and not torch.is_grad_enabled():
-            # The inputs of a Function inside another need no gradients; then the outer one counts.
-            for forward in forwards:
-                function, needs_grad = describe_function(forward)
-                if needs_grad:
-                    self.function, self.left = function, forward
-                    break
 
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)

@@ -1,0 +1,40 @@
+"""Define what all logits of one call of the head share."""
+
+from types import FrameType
+from typing import Any
+
+import torch
+
+from lowtide.deferred.recorded.functions import describe_function, in_function, running_forwards
+from lowtide.deferred.recorded.reporting import Counts
+
+
+class HeadCall:
+    """Hold what all logits of one call of the head share."""
+
+    def __init__(self, counts: Counts, workspace: int | None) -> None:
+        self.counts = counts
+        self.workspace = workspace
+        """Bytes that each fused loss may hold; None for the default."""
+        self.mesh: Any = None
+        """The mesh over which tensor parallelism divides the classes; None without."""
+        self.placements: tuple[Any, ...] = ()
+        """The placements that a DTensor of these logits would have."""
+        self.made = 0
+        """Counts those of these logits that have been materialised."""
+        self.changed: str | None = None
+        """The operation that changed materialised logits in place, if any."""
+        forwards: list[FrameType | None] = list(running_forwards()) or [None]
+        self.forward = forwards[0]
+        """The frame of the innermost autograd.Function's forward around the call, if any."""
+        self.function: str | None = None
+        """The name of the innermost Function around the call that has an input to differentiate."""
+        self.left = self.forward
+        """The frame of that Function's forward."""
+        if in_function() and not torch.is_grad_enabled():
+            # The inputs of a Function inside another need no gradients; then the outer one counts.
+            for forward in forwards:
+                function, needs_grad = describe_function(forward)
+                if needs_grad:
+                    self.function, self.left = function, forward
+                    break
