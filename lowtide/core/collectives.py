@@ -74,7 +74,8 @@ class Group:
         # Not every backend moves every dtype, but all move bytes.
         mine, all_ranks = (each.view(-1).view(torch.uint8) for each in (tensor, out))
         if isinstance(self.group, dist.ProcessGroup):
-            work = self._begin(_gather_into(), all_ranks, mine)
+            gather = _of_one_tensor("all_gather_single", "all_gather_into_tensor")
+            work = self._begin(gather, all_ranks, mine)
         else:  # the group is a connection of hosts
             work = self.group.allgather([[*all_ranks.chunk(self.size)]], [mine])
         return _after(work, out, tensor)
@@ -92,7 +93,8 @@ class Group:
         out = torch.empty_like(tensor[0])
         if not tensor.numel():
             return lambda: out
-        work = self._begin(_scatter_into(), out.view(-1), tensor.view(-1))
+        scatter = _of_one_tensor("reduce_scatter_single", "reduce_scatter_tensor")
+        work = self._begin(scatter, out.view(-1), tensor.view(-1))
         return _after(work, out, tensor)
 
     def _begin(self, collective: Callable[..., Any], *tensors: Tensor) -> Any:
@@ -113,17 +115,10 @@ def _after(work: Any, out: Tensor, *held: Tensor) -> Wait:
     return wait
 
 
-# Since torch 2.13 the collectives of one tensor have other names, and the old ones warn.
-
-
 @functools.cache
-def _gather_into() -> Any:
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-@functools.cache
-def _scatter_into() -> Any:
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+def _of_one_tensor(name: str, old: str) -> Any:
+    """Return a collective by its name since torch 2.13, where the old one warns."""
+    return getattr(dist, name, None) or getattr(dist, old)
 
 
 # The connection of hosts of each group that moves only tensors on a device.

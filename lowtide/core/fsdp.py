@@ -19,7 +19,7 @@ from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 
 METHOD = "_lowtide_method"
-MARK = "_lowtide_tokens_differ"  # attribute that marks a parameter of lowtide.shard_head
+MARK = "_lowtide_tokens_differ"  # attribute that marks a parameter, or the mesh, of lowtide.shard_head
 RESHAPED = "_lowtide_parameter"  # attribute that marks a parameter in another shape
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -13,6 +13,7 @@ Shapes: V classes, of which V_r are this rank's; N tokens of this rank; P ranks.
 """
 
 import functools
+import inspect
 import itertools
 import math
 from collections import defaultdict
@@ -27,12 +28,10 @@ from torch.autograd.function import once_differentiable
 from lowtide.core.checks import check_tensors
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
-from lowtide.core.fsdp import is_parameter, reshaped
+from lowtide.core.fsdp import MARK, is_parameter, reshaped
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import classes_of_rank
 from lowtide.ops.linear_cross_entropy.ranks.agreement import agree_on_gradient
 from lowtide.ops.linear_cross_entropy.sharding import telling_errors
-
-MARK = "_lowtide_tokens_differ"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -99,14 +98,24 @@ def mean_of_losses(loss: Tensor, mesh: Any) -> Tensor:
 
 
 def takes_data_sharded_head(function: Function) -> Function:
-    """Let a function of (input, linear_weight, target, **options) take a data-sharded head."""
+    """Let a function of (input, linear_weight, target, **options) take a data-sharded head.
+
+    If it returns results of each row, each rank gets those of its own tokens. A function that has a
+    `reduction` returns the mean of the ranks' losses.
+    """
+    reduces = "reduction" in inspect.signature(function).parameters
 
     @functools.wraps(function)
     def run(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
         if not is_data_sharded(linear_weight):
             check_mark(input, linear_weight)
             return function(input, linear_weight, target, **options)
-        return _averaged(function, input, linear_weight, target, options)
+        reduction = options.get("reduction", "mean") if reduces else "none"
+        result, group = _of_own_classes(function, input, linear_weight, target, options)
+        if reduction == "none":
+            return result
+        of_all_tokens = reduction == "mean" and options.get("normalizer") is None
+        return mean_over_ranks(result, group, of_all_tokens=of_all_tokens)
 
     return run  # type: ignore[return-value]
 
@@ -127,13 +136,10 @@ def check_mark(input: Any, linear_weight: Any) -> None:
         )
 
 
-def _averaged(
+def _of_own_classes(
     function: Callable[..., Any], input: Tensor, linear_weight: Any, target: Tensor, options: dict[str, Any]
-) -> Any:
-    """Call the function for this rank's classes; return the mean of the ranks' losses.
-
-    If the function returns results of each row, return those of this rank's tokens.
-    """
+) -> tuple[Any, Any]:
+    """Call the function for this rank's classes; return its result, and the ranks' group."""
     group = linear_weight.device_mesh.get_group()
     bias, weight, scale = (options.get(name) for name in ("linear_bias", "weight", "logit_scale"))
     with telling_errors({"input": input, "linear_weight": linear_weight}, group):
@@ -146,12 +152,7 @@ def _averaged(
         options["weight"] = weight[own_classes(linear_weight)]
     if isinstance(scale, Tensor):
         options["logit_scale"] = _scale_gradient(scale, group.size())
-    reduction = options.get("reduction", "mean") if "reduction" in _keywords(function) else "none"
-    result = function(input, own_part(linear_weight, input.dtype), target, **options)
-    if reduction == "none":
-        return result
-    of_all_tokens = reduction == "mean" and options.get("normalizer") is None
-    return mean_over_ranks(result, group, of_all_tokens=of_all_tokens)
+    return function(input, own_part(linear_weight, input.dtype), target, **options), group
 
 
 def own_classes(parameter: Any) -> slice:
@@ -208,13 +209,6 @@ def check_options(linear_weight: Tensor, options: dict[str, Any]) -> None:
             f"weight must hold a number for each of the head's {V} classes, on all ranks the same, "
             f"got shape {list(weight.shape)}"
         )
-
-
-@functools.cache
-def _keywords(function: Callable[..., Any]) -> frozenset[str]:
-    import inspect
-
-    return frozenset(inspect.signature(function).parameters)
 
 
 def _scale_gradient(tensor: Tensor, ranks: int) -> Tensor:

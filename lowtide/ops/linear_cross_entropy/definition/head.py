@@ -50,7 +50,7 @@ class VocabShard(NamedTuple):
         """Return how many parts the statistics of a row are merged from."""
         return self.segments or self.ranks
 
-    def parts_of(self, first_class: int, classes: int) -> list[slice]:
+    def parts_of(self, classes: int) -> list[slice]:
         """Return the slices of a rank's own classes whose statistics are computed separately."""
         if not self.segments:
             return [slice(0, classes)]

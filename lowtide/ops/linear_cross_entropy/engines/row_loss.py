@@ -205,7 +205,7 @@ class RowLoss:
         options, agreement = self.plan.options, self.plan.agreement
         assert agreement is not None
         weight_p = torch.zeros(agreement.most_parts, dtype=self.plan.sum_dtype, device=self.device)
-        for p, part in enumerate(options.shard.parts_of(options.first_class, self.own_classes)):
+        for p, part in enumerate(options.shard.parts_of(self.own_classes)):
             if self.class_weight_V is None:
                 weight_p[p] = part.stop - part.start
             else:

@@ -30,7 +30,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Optio
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
 from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.planner import with_graph_facts
-from lowtide.ops.linear_cross_entropy.planning.call import backend_of
+from lowtide.ops.linear_cross_entropy.planning.call import CallKind, backend_of
 from lowtide.ops.linear_cross_entropy.ranks import messages
 
 
@@ -83,13 +83,19 @@ def linear_log_probs(head: Head, target: Tensor, options: Options) -> list[Tenso
 
 
 def _run(pair: OperatorPair, head: Head, labels: Labels, options: Options) -> list[Tensor]:
+    call_kind, options = kind_and_options(head, labels, options, log_probs=pair is LOG_PROBS)
+    arguments = *head, *labels[: pair.labels], call_kind.needs_grad.all, *options
+    return call(pair.forward, *arguments)[: pair.results]
+
+
+def kind_and_options(
+    head: Head, labels: Labels, options: Options, *, log_probs: bool
+) -> tuple[CallKind, Options]:
+    """Return which gradients a call needs now, and its options with the engine that runs it."""
     tracked = torch.is_grad_enabled()
     needs_grad = tuple(tracked and each is not None and each.requires_grad for each in head.tensors)
-    call_kind = call_kind_of(
-        head, labels.target, labels.class_weight, needs_grad, log_probs=pair is LOG_PROBS
-    )
-    options = with_graph_facts(head, options, call_kind)
-    return call(pair.forward, *head, *labels[: pair.labels], needs_grad, *options)[: pair.results]
+    call_kind = call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=log_probs)
+    return call_kind, with_graph_facts(head, options, call_kind)
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:

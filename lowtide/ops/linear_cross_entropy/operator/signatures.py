@@ -13,12 +13,11 @@ from torch.autograd import forward_ad
 from lowtide.core import torch_private
 from lowtide.core.operator import seen_by_nobody
 from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Options, Tensors
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.autograd import kind_and_options
 from lowtide.ops.linear_cross_entropy.operator.planner import (
     make_plan,
     unreadable_operands,
     with_copies,
-    with_graph_facts,
 )
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 from lowtide.ops.linear_cross_entropy.planning.remembered import keep, memory
@@ -124,10 +123,7 @@ def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> "Reme
         return None
     if target.is_floating_point() or not head.classes:
         return None
-    tracked = torch.is_grad_enabled()
-    needs_grad = tuple(tracked and each is not None and each.requires_grad for each in head.tensors)
-    call_kind = call_kind_of(head, target, tensors.weight, needs_grad, log_probs=log_probs)
-    options = with_graph_facts(head, options, call_kind)
+    call_kind, options = kind_and_options(head, tensors.labels, options, log_probs=log_probs)
     if backend_of(options.engine) != "triton":
         return None
     copied = unreadable_operands(head, options, call_kind)

@@ -147,7 +147,7 @@ class Terms:
         group, shard = self.group, self.shard
         layout = [(each["first_class"], each["classes"]) for each in ranks]
         check_layout(layout, shard)
-        counts = [len(shard.parts_of(*each)) for each in layout]
+        counts = [len(shard.parts_of(classes)) for _, classes in layout]
         most, rows, tokens = max(counts), [each["rows"] for each in ranks], [each["tokens"] for each in ranks]
         if len({*tokens}) > 1:  # otherwise a rank with few tokens would make all ranks take small chunks
             with messages.telling_errors(shard.group):
@@ -159,7 +159,7 @@ class Terms:
             for _, place in sorted(
                 (first + part.start, rank * most + number)
                 for rank, (first, classes) in enumerate(layout)
-                for number, part in enumerate(shard.parts_of(first, classes))
+                for number, part in enumerate(shard.parts_of(classes))
             )
         ]
         in_order = places == [*range(most * group.size)]

@@ -38,7 +38,7 @@ class LogitsEngine(LossEngine):
     @property
     def parts(self) -> list[slice]:
         """Return the parts of this rank's classes whose statistics are kept apart."""
-        return self.plan.options.shard.parts_of(self.first_class, self.V)
+        return self.plan.options.shard.parts_of(self.V)
 
     def walk_tokens(self, coefs: RowCoefs, stats: Any, gradients: Gradients, take_stats: bool) -> Any:
         if self.plan.agreement is None:
