@@ -33,8 +33,9 @@ from lowtide.ops.linear_cross_entropy.token_count import tokens_per_rank
 NO_CLASS = -(1 << 63)  # No class has this index.
 
 
-@handles("cross_entropy")
-def cross_entropy(
+@handles("cross_entropy", "nll_loss", pass_name=True)
+def loss(
+    name: str,
     input: DeferredLogits,
     target: Any,
     weight: Any = None,
@@ -44,28 +45,14 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    legacy = size_average is not None or reduce is not None
-    if legacy or isinstance(target, DeferredLogits):
+    """Compute cross_entropy of logits, or nll_loss of their log-softmax, which is the same loss."""
+    if size_average is not None or reduce is not None:
         return NotImplemented
-    options = {"reduction": reduction, "label_smoothing": label_smoothing}
-    return _loss(input, input.checked(), target, weight, ignore_index, options)
-
-
-@handles("nll_loss")
-def nll_loss(
-    input: DeferredLogits,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    legacy = size_average is not None or reduce is not None
-    node = None if legacy else _below_log_softmax(input.checked())
+    node = input.checked() if name == "cross_entropy" else _below_log_softmax(input.checked())
     if node is None:
         return NotImplemented
-    return _loss(input, node, target, weight, ignore_index, {"reduction": reduction})
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    return _loss(input, node, target, weight, ignore_index, options)
 
 
 def _loss(
