@@ -30,7 +30,7 @@ Wait = Callable[[], Tensor]
 
 
 class Begin(NamedTuple):
-    """Hold what begins a collective, and its tensors."""
+    """Hold the function that begins a collective, and its tensors."""
 
     begin: Callable[..., Any]
     tensors: tuple[Tensor, ...]

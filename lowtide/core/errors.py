@@ -1,7 +1,7 @@
 """Define the classes of errors for arguments and names, and give advice in them.
 
 All are RuntimeErrors as well, because torch raises a RuntimeError for most such arguments. If a
-caller uses another library's name or place of an argument, the error says what ours is.
+caller uses another library's name of an argument, or its position, the error says what ours is.
 """
 
 import difflib
@@ -27,7 +27,7 @@ class AbsentNameError(AttributeError, RuntimeError):
 
 
 class Absent:
-    """Be an attribute of a class that only raises an error, which says what to do instead.
+    """Raise an error where an attribute of a class is read, which says what to do instead.
 
     hasattr returns False. A subclass, or an object, may have an attribute of this name.
     """

@@ -1,8 +1,8 @@
 """Compute with parameters that FSDP2 shards: gather them once, and have their gradients reduced.
 
 FSDP2 gathers the parameters of a unit (a module after fully_shard) in hooks around its forward, and
-reduces their gradients behind it. What multiplies by a unit's parameter elsewhere finds a DTensor
-that is sharded over the data-parallel ranks.
+reduces their gradients after its backward. Code that multiplies by a unit's parameter outside of
+these hooks finds a DTensor, sharded over the data-parallel ranks.
 
 All names of torch's FSDP2 that are not public are in this file.
 """
@@ -66,8 +66,8 @@ def run_in_unit(unit: Any, inputs: tuple[Tensor, ...], run: Callable[..., Any]) 
         return results[0]
 
     # The hooks cast the tensors among the method's arguments, and look at them and at its result.
-    # They also cast the result to the policy's output_dtype, which would round a loss: that copy is
-    # left, for the hooks that gather for backward are on the result itself.
+    # They also cast the result to the policy's output_dtype, which would round a loss. That copy is
+    # dropped: the hooks that gather for backward are on the result itself.
     setattr(unit, METHOD, method)
     try:
         register_fsdp_forward_method(unit, METHOD)
@@ -92,10 +92,11 @@ def find_sharded(parameter: Any) -> Sharded | None:
 def expect_gradients(parameters: Iterable[Any], result: Any) -> None:
     """Let the backward of a result, computed outside of a unit's hooks, gather and reduce the unit.
 
-    This concerns a unit that is gathered although its forward does not run: a root unit is left so,
-    and one that is not resharded after forward. Without this a gradient is lost if no other result
-    of the unit takes part in that backward, or if one did before. The inputs get no hook: theirs
-    would reduce and free the unit halfway, if they come from it themselves.
+    This concerns a unit that is gathered although its forward does not run: a root unit stays so,
+    and one that is not resharded after forward. Without this a gradient is lost in two cases: no
+    other result of the unit takes part in that backward, or one took part in an earlier backward.
+    The inputs get no hook: if the unit itself computed them, their hooks would reduce and free it
+    halfway.
     """
     for unit, gathered in {unit: each for unit, each in map(_find_gathered, parameters) if unit}.items():
         state = unit._get_fsdp_state()
@@ -120,9 +121,10 @@ def _find_gathered(parameter: Any) -> tuple[Any, Any]:
 def _end_forward(state: Any, record: Any) -> bool:
     """Count the use of a parameter as the forward of its module; return True if the unit's ends.
 
-    By torch 2.11 the forward of a unit of several modules ends behind the last of them. Without
-    this a unit with the last norm would wait for the head beyond the step: its parameters would
-    stay as they are, and its hooks would see nothing. By torch 2.13 the root's forward ends it.
+    In torch 2.11 the forward of a unit of several modules ends after the last of them. Without
+    this a unit of the last norm and the head would wait for the head beyond the step: its
+    parameters would stay as they are, and its hooks would see nothing. Since torch 2.13 the root's
+    forward ends it.
     """
     if hasattr(state, "_force_complete_incomplete_states"):
         return False
@@ -140,8 +142,8 @@ def gathers_head(function: Function) -> Function:
     """Let a function of (input, linear_weight, target, *, linear_bias) take sharded parameters.
 
     It then runs as a forward method of the unit: one all-gather before it, and one reduce-scatter
-    of the gradients behind its backward. Of a unit that is gathered already, backward learns that
-    gradients come.
+    of the gradients after its backward. If the unit is gathered already, its backward is told to
+    expect gradients.
     """
 
     @functools.wraps(function)
@@ -234,10 +236,10 @@ def check_gathered(name: str, parameter: Tensor) -> None:
 
 
 def refuse_unreduced(name: str, tensor: Any) -> None:
-    """Raise for what is computed from `parameter.full_tensor()` of a parameter that is sharded.
+    """Raise for a tensor that is computed from `full_tensor()` of a sharded parameter.
 
-    Its gradient would be this rank's alone: torch assumes that each rank has the same. So it is for
-    the parameters of FSDP2 and of lowtide.shard_head.
+    Its gradient would be that of this rank's tokens alone, since torch assumes that all ranks
+    compute the same. This concerns the parameters of FSDP2 and of lowtide.shard_head.
     """
     if torch.compiler.is_compiling():  # Dynamo of torch 2.11 reads no grad_fn
         return

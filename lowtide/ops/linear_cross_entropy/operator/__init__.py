@@ -12,7 +12,7 @@ ops                       the operators themselves
 fake                      shapes and dtypes of outputs, FLOPs and memory, without running them
 higher_order              the chunked definition, for transforms and higher derivatives
 autograd                  the operators' first derivatives
-remembered_call           a call like an earlier one, straight by its engine
-remembered_call_of_ranks  the same of a divided head, whose ranks agree anew in each call
+remembered_call           a call like an earlier one, by its engine without deciding again
+remembered_call_of_ranks  the same for a divided head, whose ranks agree anew in each call
 signatures                what tells calls apart, and which of them are remembered
 """

@@ -1,4 +1,4 @@
-"""Say what a rank tells the others of a call of the loss, and compare what must be equal on all."""
+"""Collect what a rank tells the others of its call, and compare what must be equal on all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,9 +1,9 @@
-"""Run a call like an earlier one straight by its engine: no checks, decisions or dispatcher.
+"""Run a call like an earlier one by its engine, without checks, decisions or torch's dispatcher.
 
-To check, to decide and to pass torch's dispatcher takes the host longer than a small call takes the
-device. All of it follows from what a signature holds (types, shapes, strides, dtypes, devices,
-alignment, options, and whether gradients are tracked), and from torch's modes and transforms, which
-are looked at in each call (signatures.py).
+These three take the host longer than a small call takes the device. Their outcome follows from what
+a signature holds (types, shapes, strides, dtypes, devices, alignment, options, and whether
+gradients are tracked), and from torch's modes and transforms, which are looked at in each call
+(signatures.py).
 
 Shapes: N tokens, D features, V classes.
 """

@@ -1,4 +1,4 @@
-"""Run a call of a divided head like an earlier one straight by its engine.
+"""Run a call of a divided head like an earlier one by its engine, without deciding again.
 
 The ranks agree anew in each call (ranks/agreement.py), since no rank knows what the others call
 next. As long as all say the same again, the launches and collectives that follow are recorded.
@@ -82,7 +82,7 @@ class AgreedPass:
         function: Callable[..., list[Tensor | None]],
         upstream: dict[str, bool] | None = None,
     ) -> None:
-        """Hold nothing yet but what this rank tells.
+        """Hold what this rank tells; nothing is recorded yet.
 
         `function` takes the plan that the ranks agree on; `upstream` is given for a backward.
         """
