@@ -6,6 +6,7 @@ Shapes: N tokens, D_k features of term k, V classes.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -69,19 +70,12 @@ def cross_entropy(
 @breaks_old_graphs
 def run(head: Head, labels: Labels, options: Options) -> Tensor:
     """Compute the loss of checked arguments by the operators, by the row function, or densely."""
-    refuse_sharded_by_definition(head, labels, options)
+    way = way_of(head, labels, options)
     if head.by_position and 0 in head.weights[0].shape[:2] and not options.sharded:
         return reference.without_classes_or_positions(head, labels, options)
-    by_definition = _by_definition(head, options)
-    transformed = not by_definition and _unknown_to_operators(head, labels)
-    if head.by_position and (by_definition or transformed or options.reduction == "none"):
+    if head.by_position and (way is not autograd or options.reduction == "none"):
         return higher_order.by_position(run, head, labels, options)
-    if by_definition:
-        loss = reference.linear_cross_entropy(head, labels, options)
-    elif transformed:
-        loss = higher_order.linear_cross_entropy(head, labels, options)
-    else:
-        loss = autograd.linear_cross_entropy(head, labels, options)
+    loss: Tensor = way.linear_cross_entropy(head, labels, options)
     target, class_weight = labels.target, labels.class_weight
     if target.is_floating_point():  # a product with probabilities has the wider of the two dtypes
         loss = loss.to(torch.promote_types(loss.dtype, target.dtype))
@@ -107,37 +101,24 @@ def log_probs(
     check_ignore_index(arguments.ignore_index)
     head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(arguments.logit_scale, input))
     options = Options.of(input, arguments)
-    refuse_sharded_by_definition(head, Labels(target), options)
-    if _by_definition(head, options):
-        found: Sequence[Tensor] = reference.linear_log_probs(head, target, options)
-    elif _unknown_to_operators(head, Labels(target)):
-        found = higher_order.linear_log_probs(head, target, options)
-    else:
-        found = autograd.linear_log_probs(head, target, options)
+    found = way_of(head, Labels(target), options).linear_log_probs(head, target, options)
     return LogProbs(*(each.view(head.leading) for each in found))
 
 
-def refuse_sharded_by_definition(head: Head, labels: Labels, options: Options) -> None:
-    """Raise for a sharded head that only the definition could compute."""
-    named = options.backend == "reference" or head.device.type == "meta"
-    if options.sharded and (named or _unknown_to_operators(head, labels)):
-        autograd.refuse_sharded(options)
+def way_of(head: Head, labels: Labels, options: Options) -> ModuleType:
+    """Return what computes a call: `reference`, `higher_order` or `autograd`, with equal functions.
 
-
-def _by_definition(head: Head, options: Options) -> bool:
-    """Return True if the dense reference runs: it is asked for, or its logits take no memory.
-
-    They take none if there are no classes, or if tensors have no data (meta tensors).
+    The dense reference runs if it is asked for, or if its logits take no memory: if there are no
+    classes, or if tensors have no data (meta tensors). The operators support no gradients of labels
+    and no transforms. Only they take a sharded head; raise for one that they cannot compute.
     """
-    return (
-        options.backend == "reference"
-        or (head.classes == 0 and not options.sharded)
-        or head.device.type == "meta"
-    )
-
-
-def _unknown_to_operators(head: Head, labels: Labels) -> bool:
-    """Return True for a gradient of labels, or a transform, which the operators do not support."""
-    if torch.is_grad_enabled() and any(each.requires_grad for each in labels.given):
-        return True
-    return in_transform(*head.tensors, *labels)
+    way: ModuleType = autograd
+    no_classes = head.classes == 0 and not options.sharded
+    of_labels = torch.is_grad_enabled() and any(each.requires_grad for each in labels.given)
+    if options.backend == "reference" or no_classes or head.device.type == "meta":
+        way = reference
+    elif of_labels or in_transform(*head.tensors, *labels):
+        way = higher_order
+    if way is not autograd:
+        autograd.refuse_sharded(options)
+    return way
