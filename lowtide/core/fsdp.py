@@ -85,7 +85,9 @@ def find_sharded(parameter: Any) -> Sharded | None:
         return None
     for unit, each in _parameters():
         if each.sharded_param is parameter:
-            return _place(unit, each)
+            owner = each._module_info
+            holder = owner.module if is_unit(owner.module) else unit
+            return Sharded(holder, owner.module, owner.param_name)
     return None
 
 
@@ -218,11 +220,6 @@ def refuse_derived(name: str, tensor: Any) -> None:
                 "ranks have the same tokens; pass the parameter itself (under torch.no_grad() if it is to "
                 "have no gradient), or the whole of a detached one by .full_tensor()"
             )
-
-
-def _place(unit: Any, each: Any) -> Sharded:
-    owner = each._module_info
-    return Sharded(owner.module if is_unit(owner.module) else unit, owner.module, owner.param_name)
 
 
 def check_gathered(name: str, parameter: Tensor) -> None:

@@ -100,15 +100,16 @@ class Watch:
     def stepped(self, optimizer: Optimizer) -> None:
         model, head = self.model(), self.head()
         if self.called or model is None or head is None:
-            return self.end()
+            self.end()
+            return
         trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
         # If the head is frozen, any step of the model counts.
         own = [each for each in head.parameters() if each.requires_grad] or list(model.parameters())
         self.steps += any(id(each) in trained for each in own)
         if self.steps < 2:  # The first step may only create the optimizer's state.
-            return None
+            return
         self.end()
-        return warnings.warn(
+        warnings.warn(
             f"the deferred head ({self.name}) has not been called in training mode since defer_logits, and "
             "an optimizer has stepped twice: the loss of this model is not made of what its head returns, "
             "and nothing is saved. Code that multiplies by the head's weight itself can call "
