@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from lowtide.core.compile_ahead.placeholders import Operation
 from lowtide.core.recording import script
-from lowtide.core.recording.steps import AllocationStep, MemoryLayout, Part, Start, layout_of
+from lowtide.core.recording.steps import AllocationStep, LaunchStep, MemoryLayout, Part, layout_of
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 
@@ -26,7 +26,7 @@ def add(*values):
 
 
 def launch(out, *terms, count):
-    start = Start(SimpleNamespace(params=[]), (1, 1, 1), (out, terms, count), {})
+    start = LaunchStep(SimpleNamespace(params=[]), (1, 1, 1), (out, terms, count), {})
     start.compiled = SimpleNamespace(run=add, function=7, packed_metadata=())
     return start
 

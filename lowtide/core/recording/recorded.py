@@ -35,10 +35,10 @@ from lowtide.core.recording.script import Run, Unlike, written
 from lowtide.core.recording.steps import (
     AllocationStep,
     BeginStep,
-    Box,
+    DescriptorPart,
+    LaunchStep,
     MemoryLayout,
     Part,
-    Start,
     Step,
     layout_of,
     memories_of,
@@ -144,7 +144,7 @@ class Recording:
             if self.through_triton is None:
                 self.through_triton = self._written(by_handle=False)
             found = self.through_triton(tensors, None)
-        starts = [step for step, _ in self.steps if isinstance(step, Start)]
+        starts = [step for step, _ in self.steps if isinstance(step, LaunchStep)]
         if self.by_handle is None and starts and all(each.compiled is not None for each in starts):
             self.by_handle = self._written(by_handle=True)
         return found
@@ -226,7 +226,9 @@ class _Recorder:
             return End(self.begun[id(note.begun)])
         if isinstance(note, Launch):
             width, height, depth = (*note.grid, 1, 1)[:3]
-            return Start(note.kernel, (width, height, depth), self._described(note.arguments), note.constants)
+            return LaunchStep(
+                note.kernel, (width, height, depth), self._described(note.arguments), note.constants
+            )
         arguments, options = self._described(note.arguments), self._described(note.options)
         if _writes(note):
             return Operation(note.function, arguments, options, ())
@@ -252,7 +254,7 @@ class _Recorder:
         if hasattr(value, "block_shape"):  # a tensor descriptor, of Triton or Gluon
             own = copy.copy(value)
             own.base = None
-            return Box(self._part(value.base), own)
+            return DescriptorPart(self._part(value.base), own)
         if value is not None and not isinstance(value, CONSTANTS):
             raise TypeError(f"a recording with an argument of {type(value)}")
         return value

@@ -18,10 +18,10 @@ from lowtide.core.compile_ahead.placeholders import Operation
 from lowtide.core.recording.steps import (
     AllocationStep,
     BeginStep,
-    Box,
+    DescriptorPart,
+    LaunchStep,
     MemoryLayout,
     Part,
-    Start,
     Step,
     layout_of,
     memories_of,
@@ -112,7 +112,7 @@ class _Script:
             shape, strides, dtype = step.layout
             options = f"dtype={self.value(dtype)}, device={self.value(step.device)}"
             self.lines.append(f"m{step.memory} = empty_strided({(*shape,)}, {(*strides,)}, {options})")
-        elif isinstance(step, Start):
+        elif isinstance(step, LaunchStep):
             self.add_launch(step)
         elif isinstance(step, BeginStep):
             call = f"{self.value(step.begin)}({', '.join(map(self.tensor, step.tensors))})"
@@ -122,7 +122,7 @@ class _Script:
         else:
             self.add_operation(step)
 
-    def add_launch(self, step: Start) -> None:
+    def add_launch(self, step: LaunchStep) -> None:
         if not self.by_handle:
             arguments = map(self.value, step.arguments)
             self.lines.append(f"{self.value(step.by_triton)}({', '.join(arguments)})")
@@ -158,7 +158,7 @@ class _Script:
         kind = type(value)
         if kind is Part:
             return self.address(value) if address else self.tensor(value)
-        if kind is Box:
+        if kind is DescriptorPart:
             return f"{self.value(value.described)}({self.tensor(value.part)})"
         if kind in (tuple, list):
             items = ", ".join(self.value(each, address=address) for each in value)
@@ -207,7 +207,7 @@ def _only_launched(steps: Sequence[Step], results: Sequence[Part | None]) -> lis
     """Return the allocations of memories that launches use by their addresses, and nothing else."""
     others = {each.memory for each in results if each is not None}
     for step in steps:
-        if isinstance(step, Start):
+        if isinstance(step, LaunchStep):
             others.update(_boxed(step.arguments))
         elif not isinstance(step, AllocationStep):
             others.update(memories_of(step))
@@ -233,7 +233,7 @@ def _places(steps: Sequence[tuple[Step, Sequence[int]]], sizes: dict[int, int]) 
 
 def _boxed(value: Any) -> Iterator[int]:
     """Yield the memories of tensor descriptors, which hold tensors."""
-    if isinstance(value, Box):
+    if isinstance(value, DescriptorPart):
         yield value.part.memory
     elif type(value) is tuple:
         for each in value:

@@ -42,7 +42,7 @@ class Part(NamedTuple):
     """True if the part is the memory's tensor itself."""
 
 
-class Box(NamedTuple):
+class DescriptorPart(NamedTuple):
     """Hold a tensor descriptor whose tensor is a part of a memory."""
 
     part: Part
@@ -74,7 +74,7 @@ class BeginStep(NamedTuple):
     tensors: tuple[Part, ...]
 
 
-class Start:
+class LaunchStep:
     """Launch a kernel: the first time through Triton, then by its handle."""
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], arguments: Any, constants: Any) -> None:
@@ -93,12 +93,12 @@ class Start:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """Return what the handle takes, with a Part or a Box in the place of each tensor's."""
+        """Return what the handle takes, with a part in the place of each tensor and descriptor."""
         constants = constants_in_order(self.kernel, len(self.arguments), self.constants)
         return *self.arguments, *constants
 
 
-Step = AllocationStep | Operation | Start | BeginStep | End
+Step = AllocationStep | Operation | LaunchStep | BeginStep | End
 
 
 def layout_of(tensor: Tensor) -> MemoryLayout:
@@ -111,7 +111,7 @@ def memories_of(step: Step) -> Iterator[int]:
         yield step.memory
     elif isinstance(step, Operation):
         yield from _memories_in(tuple(step))
-    elif isinstance(step, Start):
+    elif isinstance(step, LaunchStep):
         yield from _memories_in(step.arguments)
     else:
         begun = step.begun if isinstance(step, End) else step  # its tensors live until it ends
@@ -122,7 +122,7 @@ def memories_of(step: Step) -> Iterator[int]:
 def _memories_in(value: Any) -> Iterator[int]:
     if type(value) is Part:
         yield value.memory
-    elif type(value) is Box:
+    elif type(value) is DescriptorPart:
         yield value.part.memory
     elif type(value) in (tuple, list, dict):
         for each in value.values() if type(value) is dict else value:
