@@ -293,7 +293,7 @@ def _planned(
 ) -> PlannedCall:
     """Return what an engine takes: its plan, and operands that it can read.
 
-    `upstream` says which results have an upstream gradient, in a backward.
+    `upstream` says which results have an upstream gradient, in the backward of a sharded head.
     """
     if statistics is not None:
         options = options._replace(engine=engine_of(statistics))
@@ -302,9 +302,8 @@ def _planned(
     plan = make_plan(head, options, call_kind)
     if options.sharded:
         number = call_number(statistics) if statistics is not None and options.group else None
-        backward = None if statistics is None else upstream or {}
-        rows_of_tokens = functools.partial(rows_for, head, options, call_kind)
-        own = own_call(head, labels, options, call_kind, rows_of_tokens, backward, number)
+        rows = functools.partial(rows_for, head, options, call_kind)
+        own = own_call(plan, head, labels, rows, upstream, number)
         plan = plan.agreed(agree(own))
         head, labels, differ_k = compared(plan, head, labels)
         if differ_k is not None:

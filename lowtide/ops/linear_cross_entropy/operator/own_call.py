@@ -14,7 +14,6 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
     rows_of,
     with_rows,
 )
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from lowtide.ops.linear_cross_entropy.ranks.agreement import OwnCall
@@ -27,24 +26,23 @@ def upstream_of(grad_output: Sequence[Tensor | None]) -> dict[str, bool]:
 
 
 def own_call(
+    plan: Plan,
     head: Head,
     labels: Labels,
-    options: Options,
-    call_kind: CallKind,
     rows_for: Callable[[int], int],
     upstream: dict[str, bool] | None = None,
     number: int | None = None,
 ) -> OwnCall:
     """Return what this rank tells the others of a call; of its backward if `upstream` is given."""
-    name = "linear_log_probs" if call_kind.log_probs else "linear_cross_entropy"
+    name = "linear_log_probs" if plan.call_kind.log_probs else "linear_cross_entropy"
     return OwnCall(
         operator=name if upstream is None else f"{name}_backward",
-        shard=options.shard,
+        shard=plan.options.shard,
         classes=head.classes,
         tokens=head.tokens,
         device=head.device,
-        equal=facts_of(head, labels, options, call_kind),
-        equal_tensors=equal_tensors_of(head, labels, options, call_kind),
+        equal=facts_of(plan, head, labels),
+        equal_tensors=equal_tensors_of(plan, head, labels),
         rows_for=rows_for,
         upstream=upstream or {},
         number=number,
@@ -57,7 +55,7 @@ def compared(plan: Plan, head: Head, labels: Labels) -> tuple[Head, Labels, Tens
     Return the head and labels, with which the results are NaN if something differs, and True for
     each tensor that does; None if the device compares nothing.
     """
-    tensors = equal_values.on_device(equal_tensors_of(head, labels, plan.options, plan.call_kind))
+    tensors = equal_values.on_device(equal_tensors_of(plan, head, labels))
     if not tensors:
         return head, labels, None
     assert plan.agreement is not None
@@ -84,8 +82,9 @@ def _nan_where(differ: Tensor, head: Head, labels: Labels, options: Options) -> 
     return head.of([*head.inputs, *head.weights, head.bias, scale]), labels
 
 
-def facts_of(head: Head, labels: Labels, options: Options, call_kind: CallKind) -> dict[str, Any]:
+def facts_of(plan: Plan, head: Head, labels: Labels) -> dict[str, Any]:
     """Return what must be equal on all ranks of a call of the loss, by name, for JSON."""
+    options, call_kind = plan.options, plan.call_kind
     own = ("few_tokens", "dense", "compute_dtype", "workspace", "backend", *VocabShard._fields)
     given = {"linear_bias": head.bias, "logit_scale": head.scale, **labels._asdict()}
     facts = {name: value for name, value in options._asdict().items() if name not in own}
@@ -97,17 +96,15 @@ def facts_of(head: Head, labels: Labels, options: Options, call_kind: CallKind) 
     return facts
 
 
-def equal_tensors_of(
-    head: Head, labels: Labels, options: Options, call_kind: CallKind
-) -> dict[str, Tensor | None]:
+def equal_tensors_of(plan: Plan, head: Head, labels: Labels) -> dict[str, Tensor | None]:
     """Return the tensors whose numbers must be equal on all ranks of a call, by name."""
-    if options.ranks == 1:
+    if plan.options.ranks == 1:
         return {}
     tensors = {"normalizer": labels.normalizer, "logit_scale": head.scale}
-    if options.tokens_sharded:
+    if plan.options.tokens_sharded:
         return tensors
     by_row = rows_of(labels)
     target = by_row.pop("target")
-    if not call_kind.probabilities:  # each rank has probabilities of its own classes only
+    if not plan.call_kind.probabilities:  # each rank has probabilities of its own classes only
         by_row["target"] = target.long()
     return tensors | by_row

@@ -17,12 +17,17 @@ from lowtide.core.matmul import on_device_of
 from lowtide.ops.linear_cross_entropy.definition.head import Tensors
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import call_number, with_number
 from lowtide.ops.linear_cross_entropy.operator import ops
-from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call, upstream_of
+from lowtide.ops.linear_cross_entropy.operator.own_call import (
+    compared,
+    equal_tensors_of,
+    own_call,
+    upstream_of,
+)
 from lowtide.ops.linear_cross_entropy.operator.planner import rows_for
 from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall, strides_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks import equal_values, messages
-from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement, OwnCall, Terms
+from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement, Terms
 
 
 class RememberedCallOfRanks(RememberedCall):
@@ -86,8 +91,8 @@ class AgreedPass:
 
         `function` takes the plan that the ranks agree on; `upstream` is given for a backward.
         """
-        self.call, self.function, self.upstream = call, function, upstream
-        own = self._own(tensors)
+        self.call, self.function = call, function
+        own = own_call(call.plan, *call.operands(tensors), partial(self._rows_for, tensors), upstream)
         self.terms, self.names = Terms(own), own.compared_on_device
         self.agreed: tuple[Agreement, Any] | None = None
         """Holds what the ranks agreed on last, and the function for it, recorded."""
@@ -99,8 +104,10 @@ class AgreedPass:
         from lowtide.core.recording.recorded import RecordedFunction  # imports Triton
 
         # All tensors are on one device. If it is not the hosts', they compare none.
-        compared = self._own(tensors).equal_tensors if self.terms.device.type == "cpu" else {}
-        found, number = self.terms.agree(compared, partial(self._rows_for, tensors), number)
+        equal: dict[str, Tensor | None] = {}
+        if self.terms.device.type == "cpu":
+            equal = equal_tensors_of(self.call.plan, *self.call.operands(tensors))
+        found, number = self.terms.agree(equal, partial(self._rows_for, tensors), number)
         known = self.agreed
         if known is None or known[0] is not found:
             function = partial(self.function, self.call.plan.agreed(found))
@@ -109,11 +116,6 @@ class AgreedPass:
         if differ_k is not None:
             equal_values.tell_hosts(found.group, self.names, differ_k)
         return results, replace(found, number=number)
-
-    def _own(self, tensors: Tensors) -> OwnCall:
-        plan, rows_for = self.call.plan, partial(self._rows_for, tensors)
-        call = *self.call.operands(tensors), plan.options, plan.call_kind
-        return own_call(*call, rows_for, self.upstream)
 
     def _rows_for(self, tensors: Tensors, rank_tokens: int) -> int:
         head, _ = self.call.operands(tensors)
