@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.kernels.backend import PRODUCT_ROWS
-from lowtide.core.strides import gathered, lies_by_rows, multiplies
+from lowtide.core.strides import gathered_rows, lies_by_rows, multiplies
 
 # cuBLAS takes 1.6 to 7 times as long if a contiguous dimension is no multiple of 16 bytes, even if
 # each row begins at a multiple. So a large GEMM is made of two: whole vectors first, then the rest
@@ -96,7 +96,7 @@ class Operand:
             place_C = torch.arange(rows.start, rows.stop, device=self.input.device)
         else:
             place_C = self.kept_rows[rows]
-        return gathered(self.input, self.leading, place_C)
+        return gathered_rows(self.input, self.leading, place_C)
 
     def weight(self, classes: slice) -> Tensor:
         """Return the weight of these classes in a dtype and layout that a GEMM reads."""

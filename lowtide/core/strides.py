@@ -79,7 +79,7 @@ def _leading(tensor: Tensor, dims: int = -1) -> list[tuple[int, int]]:
     return [each for each in zip(tensor.shape[:dims], tensor.stride()) if each[0] != 1]
 
 
-def gathered(tensor: Tensor, leading: Sequence[int], place: Tensor) -> Tensor:
+def gathered_rows(tensor: Tensor, leading: Sequence[int], place: Tensor) -> Tensor:
     """Return a copy of the rows at these places, counted through all leading dimensions."""
     places = []  # one index per dimension; torch.unravel_index would wait for the device
     for size in reversed(leading):

@@ -43,7 +43,7 @@ def by_rows(
 
     A chunk has as many rows as fit into `workspace` bytes; None takes the default.
     """
-    node = expression.gathered(node)
+    node = expression.with_whole_weights(node)
     inputs: list[Tensor] = []
     classes: list[Tensor] = []
     scalars: list[Tensor] = []

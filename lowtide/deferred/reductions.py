@@ -137,7 +137,7 @@ def _matched(node: Node) -> tuple[Node, LinearHead | None]:
     """
     head = match_head(node)
     if expression.is_sharded(node) and (head is None or len(head.weights) > 1):
-        node = expression.gathered(node)
+        node = expression.with_whole_weights(node)
         head = match_head(node)
     return node, head
 

@@ -205,7 +205,7 @@ def data_mesh(node: Node) -> Any:
     return next((each.device_mesh for each in weights if is_data_sharded(each)), None)
 
 
-def gathered(node: Node) -> Node:
+def with_whole_weights(node: Node) -> Node:
     """Return the same tree with weights of all classes; all ranks have to call this."""
     return with_tensors(node, classes=lambda tensor: tensor) if is_sharded(node) else node
 

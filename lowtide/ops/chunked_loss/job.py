@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.core.errors import ArgumentError
 from lowtide.core.matmul import blocks
-from lowtide.core.strides import flattens, gathered
+from lowtide.core.strides import flattens, gathered_rows
 from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional import closures, snapshot
@@ -122,4 +122,4 @@ def _cut(tensor: Tensor, dims: int, chunk: slice) -> Tensor:
     leading = tensor.shape[:dims]
     if flattens(tensor, dims) or tensor.numel() == 0:
         return tensor.view(math.prod(leading), *tensor.shape[dims:])[chunk]
-    return gathered(tensor, leading, torch.arange(chunk.start, chunk.stop, device=tensor.device))
+    return gathered_rows(tensor, leading, torch.arange(chunk.start, chunk.stop, device=tensor.device))

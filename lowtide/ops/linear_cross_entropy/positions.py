@@ -21,8 +21,8 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
     Head,
     Labels,
     Options,
-    rows_of,
     scale_of,
+    tensors_by_row,
     with_rows,
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import (
@@ -70,7 +70,7 @@ def call_of(
         scale_of(arguments.logit_scale, input),
     )
     labels = Labels.of(target, arguments, input)
-    labels = with_rows(labels, [each.flatten(-joined) for each in rows_of(labels).values()])
+    labels = with_rows(labels, [each.flatten(-joined) for each in tensors_by_row(labels).values()])
     return head, labels, Options.of(input, arguments)
 
 

@@ -150,7 +150,7 @@ class Labels(NamedTuple):
 
     def at_positions(self) -> list["Labels"]:
         """Return the labels of each position."""
-        positions = zip(*(each.unbind(-1) for each in rows_of(self).values()))
+        positions = zip(*(each.unbind(-1) for each in tensors_by_row(self).values()))
         return [with_rows(self, rows) for rows in positions]
 
 
@@ -194,7 +194,7 @@ BY_ROW = ("target", *ROW_FACTORS)
 # Functions, since Dynamo of torch 2.11 traces neither a property of Labels nor Labels._replace.
 
 
-def rows_of(labels: Labels) -> dict[str, Tensor]:
+def tensors_by_row(labels: Labels) -> dict[str, Tensor]:
     """Return the tensors that have an entry for each row, by name."""
     rows = {}
     for name in BY_ROW:
@@ -205,7 +205,7 @@ def rows_of(labels: Labels) -> dict[str, Tensor]:
 
 
 def with_rows(labels: Labels, rows: Iterable[Tensor]) -> Labels:
-    """Return the labels with other tensors in place of those that `rows_of` returns."""
+    """Return the labels with other tensors in place of those that `tensors_by_row` returns."""
     each = iter(rows)
     target, row_weight = next(each), None if labels.row_weight is None else next(each)
     return Labels(target, labels.class_weight, row_weight, labels.normalizer)

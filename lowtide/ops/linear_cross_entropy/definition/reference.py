@@ -16,7 +16,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
     Labels,
     Options,
     number_beside,
-    rows_of,
+    tensors_by_row,
     with_rows,
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
@@ -102,7 +102,7 @@ def flat_target(target: Tensor) -> Tensor:
 
 
 def flat_labels(labels: Labels) -> Labels:
-    target, *rest = rows_of(labels).values()
+    target, *rest = tensors_by_row(labels).values()
     return with_rows(labels, (flat_target(target), *(each.flatten() for each in rest)))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.core.kernels.devices import counted_as
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, rows_of, with_rows
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, tensors_by_row, with_rows
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import workspace_bytes
 
@@ -88,7 +88,7 @@ def _by_rows(
 ) -> Tensors:
     """Compute a function of rows, which has `results` outputs, a chunk of rows at a time."""
     head = reference.flat(head, options)
-    terms, by_row = len(head.inputs), rows_of(labels).values()
+    terms, by_row = len(head.inputs), tensors_by_row(labels).values()
 
     def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
         rest = iter(whole[terms:])

@@ -11,7 +11,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
     Labels,
     Options,
     VocabShard,
-    rows_of,
+    tensors_by_row,
     with_rows,
 )
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
@@ -72,7 +72,7 @@ def _nan_where(differ: Tensor, head: Head, labels: Labels, options: Options) -> 
         return tensor.long().masked_fill(differ, -1 if options.ignore_index != -1 else -2)
 
     if not options.tokens_sharded:
-        target, *others = rows_of(labels).values()
+        target, *others = tensors_by_row(labels).values()
         # Each rank has the class probabilities of its own classes, which are not compared.
         target = target if target.is_floating_point() else marked(target)
         labels = with_rows(labels, [target, *map(marked, others)])
@@ -103,7 +103,7 @@ def equal_tensors_of(plan: Plan, head: Head, labels: Labels) -> dict[str, Tensor
     tensors = {"normalizer": labels.normalizer, "logit_scale": head.scale}
     if plan.options.tokens_sharded:
         return tensors
-    by_row = rows_of(labels)
+    by_row = tensors_by_row(labels)
     target = by_row.pop("target")
     if not plan.call_kind.probabilities:  # each rank has probabilities of its own classes only
         by_row["target"] = target.long()
