@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lowtide.core.autodiff import in_transform
-from lowtide.core.checks import check_tensors
 from lowtide.core.torch_private import breaks_old_graphs
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import (
@@ -25,9 +24,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_arguments,
-    check_class_target,
-    check_head,
-    check_ignore_index,
+    check_log_probs,
     check_loss,
 )
 from lowtide.ops.linear_cross_entropy.operator import (
@@ -94,11 +91,7 @@ def log_probs(
 ) -> LogProbs:
     """Return the log-probabilities; `given` are fields of `Arguments`, without those of a loss."""
     arguments, input = Arguments(reduction="none", **given), inputs[0]
-    check_tensors({"linear_weight": linear_weights[0]})
-    check_head(linear_weights[0], sharded=arguments.shard is not None)
-    check_arguments(inputs, linear_weights, target, linear_bias, arguments)
-    check_class_target(target)
-    check_ignore_index(arguments.ignore_index)
+    check_log_probs(inputs, linear_weights, target, linear_bias, arguments)
     head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(arguments.logit_scale, input))
     options = Options.of(input, arguments)
     found = way_of(head, Labels(target), options).linear_log_probs(head, target, options)

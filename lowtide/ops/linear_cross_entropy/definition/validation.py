@@ -67,6 +67,29 @@ def check_arguments(
     _check_dtypes(named)
 
 
+def check_log_probs(
+    inputs: Sequence[Tensor],  # each [..., D_k]
+    linear_weights: Sequence[Tensor],  # each [V, D_k]
+    target: Tensor,  # [...]
+    linear_bias: Tensor | None,  # [V]
+    arguments: Arguments,
+) -> None:
+    """Check a call for log-probabilities; a rank of a sharded head may have no classes."""
+    weight = linear_weights[0]
+    check_tensors({"linear_weight": weight})
+    if weight.dim() > 2:
+        raise ArgumentError(
+            f"linear_weight must have shape [V, D] here, got {list(weight.shape)}: there are no "
+            "log-probabilities of a K-dimensional head; call it for linear_weight[:, k] of each position k"
+        )
+    if weight.dim() == 2 and weight.shape[0] == 0 and arguments.shard is None:
+        raise ArgumentError(f"linear_weight must have at least one class, got shape {list(weight.shape)}")
+    check_arguments(inputs, linear_weights, target, linear_bias, arguments)
+    if target.is_floating_point():
+        raise ArgumentTypeError(f"target must hold class indices here, got {target.dtype}; use target.long()")
+    check_ignore_index(arguments.ignore_index)
+
+
 def check_loss(arguments: Arguments, target: Tensor, input: Tensor, rows: Sequence[int]) -> None:
     """Check the options of the loss; factors of the rows must have the shape `rows`."""
     check_loss_options(arguments, target)
@@ -167,19 +190,6 @@ def check_ignore_index(ignore_index: object) -> None:
         raise ArgumentError(f"ignore_index must be a 64-bit integer, got {ignore_index}")
 
 
-def check_head(linear_weight: Tensor, *, sharded: bool = False) -> None:
-    """Check the weight of log-probabilities; a rank of a sharded head may have no classes."""
-    if linear_weight.dim() > 2:
-        raise ArgumentError(
-            f"linear_weight must have shape [V, D] here, got {list(linear_weight.shape)}: there are no "
-            "log-probabilities of a K-dimensional head; call it for linear_weight[:, k] of each position k"
-        )
-    if linear_weight.dim() == 2 and linear_weight.shape[0] == 0 and not sharded:
-        raise ArgumentError(
-            f"linear_weight must have at least one class, got shape {list(linear_weight.shape)}"
-        )
-
-
 def check_target_dtype(target: Tensor) -> None:
     """Raise for a dtype that no target may have, whatever its shape."""
     if target.dtype not in (*DTYPES, *TARGET_DTYPES):
@@ -191,11 +201,6 @@ def _no_target(target: Tensor) -> ArgumentTypeError:
         f"target must hold class indices, of dtype {listed(TARGET_DTYPES)}, or class probabilities, "
         f"got {target.dtype} of shape {list(target.shape)}; use target.long()"
     )
-
-
-def check_class_target(target: Tensor) -> None:
-    if target.is_floating_point():
-        raise ArgumentTypeError(f"target must hold class indices here, got {target.dtype}; use target.long()")
 
 
 def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
