@@ -8,7 +8,7 @@ import typer
 from lowtide.cli.bench.tables import CaseTable, Names, Out, Smoke, choose, names_option, print_tables
 from lowtide.cli.shared.parameters import MOST_TOKENS, DeviceOption, picture_option, size_in_bytes
 from lowtide.tools.bench.heads.data import HEADS
-from lowtide.tools.bench.heads.rows import TOKENS, head_cases, head_providers, head_rows
+from lowtide.tools.bench.heads.rows import TOKENS, counted_rows, head_cases, head_providers, head_rows
 from lowtide.tools.bench.heads.table import HEAD_ROWS
 from lowtide.tools.environment import Device, choose_device
 
@@ -32,6 +32,17 @@ def heads(
         ),
     ] = "default,256MiB",
     provider: Annotated[Names, names_option("An implementation, as lowtide-256MiB or eager")] = None,
+    ignored: Annotated[
+        float | None,
+        typer.Option(
+            help="The share of the tokens that is ignored. Their time is then beside that of the others "
+            "alone, and there are no errors.",
+            min=0,
+            max=0.99,
+            metavar="SHARE",
+            show_default="0.1",
+        ),
+    ] = None,
     device: DeviceOption = Device.auto,
     smoke: Smoke = False,
     out: Out = None,
@@ -50,8 +61,9 @@ def heads(
     counts = _counts(tokens) if tokens else TOKENS["cpu" if smoke else on]
     sizes = [None if each == "default" else size_in_bytes(each) for each in workspaces.split(",")]
     providers = choose(head_providers(sizes), provider, smoke, "--provider")
-    cases = head_cases(chosen, counts, on)
-    measured = (row for case in cases for row in head_rows(case, providers))
+    cases = head_cases(chosen, counts, on, ignored)
+    plain = None if ignored is None else counted_rows()
+    measured = (row for case in cases for row in head_rows(case, providers, plain))
     table = CaseTable(cases[0].name, len(cases) * len(providers), measured)
     print_tables([table], on, smoke, out, HEAD_ROWS, plot)
 

@@ -40,6 +40,7 @@ class LossCase:
     logits: str = "random"
     largest_logit: float | None = None  # None for random logits.
     softcap: float | None = None
+    ignored: float = IGNORED_FRACTION  # The share of the tokens whose targets are ignored.
     ranks: int = 1
     """The ranks that the classes are divided over, with `rank` the place of this one."""
     rank: int = 0
@@ -93,13 +94,14 @@ class LossCase:
         weight_VD = torch.randn(self.classes, self.features, dtype=self.dtype, **on)
         weight_VD.mul_(self.features**-0.5)
         target_N = torch.randint(self.classes, (N,), **on)
-        target_N = torch.cat([with_ignored(each, on["generator"]) for each in target_N.split(self.tokens)])
+        by_rank = target_N.split(self.tokens)
+        target_N = torch.cat([with_ignored(each, on["generator"], self.ignored) for each in by_rank])
         return input_ND.requires_grad_(requires_grad), weight_VD.requires_grad_(requires_grad), target_N
 
 
-def with_ignored(target_N: Tensor, generator: torch.Generator) -> Tensor:
+def with_ignored(target_N: Tensor, generator: torch.Generator, share: float) -> Tensor:
     order_N = torch.randperm(len(target_N), device=target_N.device, generator=generator)
-    target_N[order_N[: int(len(target_N) * IGNORED_FRACTION)]] = IGNORE_INDEX
+    target_N[order_N[: int(len(target_N) * share)]] = IGNORE_INDEX
     return target_N
 
 

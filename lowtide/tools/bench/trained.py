@@ -42,7 +42,7 @@ class TrainedCase(LossCase):
         kind = {"device": self.device, "dtype": self.dtype, "copy": True}
         hidden_ND, weight_VD = self.head.hidden_ND[: self.tokens].to(**kind), self.head.weight_VD.to(**kind)
         target_N = self.head.target_N[: self.tokens].to(self.device, copy=True)
-        target_N = with_ignored(target_N, torch.Generator(self.device).manual_seed(0))
+        target_N = with_ignored(target_N, torch.Generator(self.device).manual_seed(0), self.ignored)
         return hidden_ND.requires_grad_(requires_grad), weight_VD.requires_grad_(requires_grad), target_N
 
 

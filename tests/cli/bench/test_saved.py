@@ -100,7 +100,7 @@ def test_columns_of_the_benchmarks(path):
         columns = set(csv.DictReader(file).fieldnames)
     measured = ("_ms", "ms_p20", "ms_p80", "_us", "_tflops", "_bytes", "_error", "_ratio")
     measured += ("_over_torch", "_per_second", "step_loss", "largest_logit")
-    about_the_case = {"head", "tied", "softcap", "source"}
+    about_the_case = {"head", "tied", "softcap", "source", "ignored"}
     others = {
         *about_the_case,
         *("version", "engine", "way", "chunks", "best_of_torch", "status", "reason", "checked", "truth"),

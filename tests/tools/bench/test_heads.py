@@ -9,7 +9,7 @@ from rich.console import Console
 from lowtide.tools.bench import measure
 from lowtide.tools.bench.cases import LossCase, Mode
 from lowtide.tools.bench.heads.data import HEADS
-from lowtide.tools.bench.heads.rows import HeadRow, head_cases, head_providers, head_rows
+from lowtide.tools.bench.heads.rows import HeadRow, counted_rows, head_cases, head_providers, head_rows
 from lowtide.tools.bench.heads.table import COLUMNS, HEAD_ROWS, record
 from lowtide.tools.bench.measure import Figures, aligned
 from lowtide.tools.bench.providers import Provider, Unavailable
@@ -220,3 +220,22 @@ def test_record_has_head_floors_and_command():
     assert fields["command"] == "lowtide bench heads"
     assert {"card", "torch", "lowtide", "version"} < set(COLUMNS)
     assert len(COLUMNS) == len(set(COLUMNS))
+
+
+def test_share_of_ignored_tokens_beside_the_others_alone():
+    """The plain call is the same loss, on the tokens that count."""
+    (case,) = head_cases([BY_NAME["smoke-odd"]], [40], "cpu", 0.75)
+    assert case.name == "smoke-odd-40-ignored-75"
+    inputs = case.inputs(requires_grad=True)
+    assert (inputs[2] == -100).sum() == 30
+    (whole,) = head_providers([None])[0].call(case, inputs).run()
+    alone = counted_rows().call(case, inputs)
+    (found,) = alone.run()
+    torch.testing.assert_close(found, whole, rtol=1e-6, atol=0)
+    assert [tuple(leaf.shape) for leaf in alone.leaves] == [(10, 60), (1003, 60)]
+    (row,) = head_rows(dataclasses.replace(case, smoke=True), head_providers([None])[:1], counted_rows())
+    assert row.figures.plain_ms > 0
+    assert record(row)["ignored"] == "0.75"
+    console = Console(width=HEAD_ROWS.width, record=True, file=io.StringIO())
+    console.print(HEAD_ROWS.render([row]))
+    assert f"{1 + row.figures.over_plain:.2f} of counted" in console.export_text()

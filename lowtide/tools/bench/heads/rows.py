@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from lowtide.tools.bench.cases import IGNORED_FRACTION, LossCase, Mode
+from lowtide.tools.bench.cases import IGNORE_INDEX, Inputs, LossCase, Mode
 from lowtide.tools.bench.heads.data import ModelHead
 from lowtide.tools.bench.measure import SWEEP_BUDGET_MS, Row, rows
-from lowtide.tools.bench.providers import PROVIDERS, SWEPT, Provider, lowtide_provider
+from lowtide.tools.bench.providers import PROVIDERS, SWEPT, BenchEntry, Provider, TimedCall, lowtide_provider
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from lowtide.tools.units import GIB, MIB
 
@@ -35,12 +35,28 @@ class HeadRow(Row):
     """The ratio to the aligned floor that `lowtide doctor` predicts."""
 
 
-def head_cases(heads: Iterable[ModelHead], tokens: Sequence[int], device: str) -> list[HeadCase]:
+class CountedRows(Provider):
+    """Run lowtide on the tokens alone whose targets are not ignored, chosen before it is timed."""
+
+    def call(self, case: LossCase, inputs: Inputs) -> TimedCall:
+        input_ND, weight_VD, target_N = inputs
+        counted_N = target_N != IGNORE_INDEX
+        counted_MD = input_ND.detach()[counted_N].requires_grad_(input_ND.requires_grad)
+        return super().call(case, (counted_MD, weight_VD, target_N[counted_N]))
+
+
+def head_cases(
+    heads: Iterable[ModelHead], tokens: Sequence[int], device: str, ignored: float | None = None
+) -> list[HeadCase]:
+    """Return a case for each head and number of tokens, with this share of the tokens ignored."""
+    changed: dict[str, Any] = {} if ignored is None else {"ignored": ignored}
+    suffix = "" if ignored is None else f"-ignored-{ignored:.0%}".removesuffix("%")
     return [
         HeadCase(
-            *(f"{head.name}-{count}", count, head.features, head.classes, DTYPES[device], device),
+            *(f"{head.name}-{count}{suffix}", count, head.features, head.classes, DTYPES[device], device),
             softcap=head.softcap,
             head=head,
+            **changed,
         )
         for head in heads
         for count in tokens
@@ -63,8 +79,16 @@ def _suffix(workspace: int | None) -> str:
     return f"-{workspace // unit}{name}"
 
 
-def head_rows(case: HeadCase, providers: Iterable[Provider]) -> Iterator[HeadRow]:
-    for row in rows(case, providers, Mode.STEP, budget_ms=SWEEP_BUDGET_MS):
+def counted_rows() -> BenchEntry:
+    """Return the call beside which `head_rows` times the providers of a case with ignored rows."""
+    name = "lowtide-counted-rows"
+    return lowtide_provider(name, None, CountedRows)
+
+
+def head_rows(
+    case: HeadCase, providers: Iterable[Provider], plain: BenchEntry | None = None
+) -> Iterator[HeadRow]:
+    for row in rows(case, providers, Mode.STEP, plain, SWEEP_BUDGET_MS):
         ours = row.provider.distribution == "lowtide" and row.figures is not None
         yield HeadRow(**vars(row), **(_way(case, row.provider.workspace) if ours else {}))
 
@@ -79,6 +103,6 @@ def _way(case: HeadCase, workspace: int | None) -> dict[str, Any]:
         workspace=workspace,
     )
     found = call.describe()
-    predicted = call.predicted(IGNORED_FRACTION)
+    predicted = call.predicted(case.ignored)
     ratio = {} if predicted is None else {"predicted_ratio": predicted[1]}
     return {"engine": found["engine"], "chunks": found["rows"], **ratio}

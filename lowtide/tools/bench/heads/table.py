@@ -27,7 +27,7 @@ from lowtide.tools.units import readable
 FLOORS = ("aligned_floor_ms", "aligned_ratio")
 COLUMNS = (
     *(*table.COLUMNS, "head", "tied", "softcap", "source", "engine", "chunks"),
-    *("predicted_ratio", *FLOORS, "truth"),
+    *("predicted_ratio", *FLOORS, "truth", "ignored"),
 )
 
 
@@ -41,6 +41,7 @@ def record(row: HeadRow) -> dict[str, object]:
         "engine": row.engine,
         "chunks": row.chunks,
         "predicted_ratio": "" if math.isnan(row.predicted_ratio) else row.predicted_ratio,
+        "ignored": case.ignored,
         "truth": dtype_name(truth_dtype(case.tokens, case.features, case.classes, case.dtype)),
     }
     if row.figures is not None:
@@ -54,7 +55,8 @@ def render(rows: Sequence[HeadRow]) -> Group:
     providers = list(dict.fromkeys(row.provider.name for row in ran))
     shown = new_table(
         "ratio to the aligned floor, time; peak beyond gradients, larger error of dX and dW",
-        caption="bold*: the best; floor: of features and classes rounded up to 8, and as they are",
+        caption="bold*: the best; floor: of features and classes rounded up to 8, and as they are; "
+        "of counted: over the time of the tokens alone that are not ignored, with --ignored",
     )
     for heading in ("head", "D x V", "N", "floor ms", "engine", *providers):
         shown.add_column(heading, no_wrap=True)
@@ -85,7 +87,10 @@ def _floor(rows: Iterable[HeadRow], name: str) -> float:
 def _cell(own: Figures, best: bool) -> Text:
     ratio = Text(f"{own.aligned_ratio:.2f}{'*' if best else ''}", "bold" if best else "")
     peak = readable(own.peak_bytes, ".1f")
-    return Text.assemble(ratio, f" {own.ms:.3g} ms\n{peak} {max(own.errors[1:]):.0e}")
+    last = (
+        f"{1 + own.over_plain:.2f} of counted" if own.over_plain is not None else f"{max(own.errors[1:]):.0e}"
+    )
+    return Text.assemble(ratio, f" {own.ms:.3g} ms\n{peak} {last}")
 
 
 def draw(records: Sequence[Mapping[str, str]], path: Path) -> None:
