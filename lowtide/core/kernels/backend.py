@@ -22,12 +22,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 KNOWN = ((3, 6), (3, 9))  # first and last Triton release with the functions that we use
 
-# Fewest multiplications of a GEMM for which the Gluon kernel is used, 0.2 ms on an H200. Its launch
+# Fewest multiplications of a GEMM for which the Gluon kernel is used, 0.1 ms on an H200. Its launch
 # takes the host longer than that of a Triton kernel, and with many short GEMMs the GPU would wait.
 FEWEST = 1 << 35  # decision 0080
 
-# Most rows of one GEMM that forms dX. cuBLAS divides taller GEMMs less well: 5120 rows of 4096
-# features, accumulated over 128k classes, make a step 2 % slower as one GEMM (decision 0032).
+# Most rows of one GEMM that forms dX, but for few features in the exponentials engine. cuBLAS
+# divides taller GEMMs less well: 5120 rows of 4096 features, accumulated over 128k classes, make a
+# step 2 % slower as one GEMM (decision 0032).
 PRODUCT_ROWS = 2048
 
 

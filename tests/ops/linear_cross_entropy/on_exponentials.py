@@ -16,6 +16,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import (
     recompute,
     row_coefficients,
     row_log_probs,
+    spec,
 )
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
@@ -46,7 +47,7 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tiles, name, size)
     for module in (matmul, memory_model):
         monkeypatch.setattr(module, "PRODUCT_ROWS", 16)
-    monkeypatch.setattr(memory_model, "PRODUCT_BYTES", 0)
+    monkeypatch.setattr(spec, "PRODUCT_BYTES", 0)
     monkeypatch.setattr(requirements, "SECOND_FEATURES", 16)
     monkeypatch.setattr(byte_counts, "TARGETS", 16)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):

@@ -20,7 +20,6 @@ ROW_TILE = {"cpu": 8, "cuda": 128}
 # tokens, and the most bytes that these take.
 TARGETS, TARGETS_BYTES = 512, 1 << 24  # decisions 0016 and 0074
 
-
 # A GEMM of dX with ignored rows divides its inner dimension into parts of at least so many classes.
 FEWEST_CLASSES_OF_PART = 1024  # decision 0079
 
@@ -161,8 +160,8 @@ class ByteCounts:
     """Bytes per row of the float32 result of the dX GEMM."""
     longest: int = 0
     """Most tokens of a chunk; 0 for no limit."""
-    pipelined: bool = False
-    """True if the Gluon pipeline forms a 24-bit sum from chunks of twice ENOUGH_ROWS.
+    pipelined_rows: int = 0
+    """Rows of a chunk from which the Gluon pipeline forms a 24-bit sum; 0 if it does not.
 
     N is not asked, because it may be a symbol.
     """

@@ -13,7 +13,7 @@ from lowtide.core.kernels.backend import PRODUCT_ROWS
 from lowtide.core.matmul import copied_bytes
 from lowtide.core.strides import multiplies
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import PRODUCT_BYTES, ByteCounts
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
@@ -109,18 +109,10 @@ def counts_of(
         class_sum=call.D * sum_size,
         block_logit=block_logit,
         block_row=2 * size * sum(call.features),
-        product_rows=_product_rows(max(call.features)),
+        product_rows=PRODUCT_ROWS,
         further_terms=further,
         packed_sum=min(weight_sum, (call.V - call.V // 2) * call.D * sum_size) if packs else 0,
     )
-
-
-def _product_rows(D: int) -> int:
-    """Return the most rows of one dX GEMM of D features; few features take more (decision 0079)."""
-    rows = PRODUCT_ROWS
-    while 8 * rows * D <= PRODUCT_BYTES:
-        rows *= 2
-    return rows
 
 
 def with_packed_sum(counts: ByteCounts, call: Call) -> ByteCounts:
@@ -133,14 +125,11 @@ def with_packed_sum(counts: ByteCounts, call: Call) -> ByteCounts:
     V, D = counts.V, counts.D
     half = min(counts.weight_sum, V * D // 2)
     maps_sum = half > 0 and D % 16 == 0  # the tensor map of the lower bits requires it
-    return replace(
-        counts,
-        packed_sum=min(counts.weight_sum, V * D),
-        packed_sum_20=half,
-        pipelined=maps_sum
-        and backend.pipelines_on(call.head.device)
-        and backend.is_large_gemm(V, D, 2 * ENOUGH_ROWS),
-    )
+    rows = 0
+    if maps_sum and backend.pipelines_on(call.head.device):
+        heights = (ENOUGH_ROWS, 2 * ENOUGH_ROWS)  # decision 0079
+        rows = next((height for height in heights if backend.is_large_gemm(V, D, height)), 0)
+    return replace(counts, packed_sum=min(counts.weight_sum, V * D), packed_sum_20=half, pipelined_rows=rows)
 
 
 def with_gradient(call: Call) -> list[int]:

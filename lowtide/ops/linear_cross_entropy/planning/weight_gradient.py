@@ -56,8 +56,7 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
         return "accumulate"
     fewest = FEWEST_ROWS[counts.device] // counts.recomputed
     room = workspace - counts.fixed - counts.smallest_copy
-    fits_packed = counts.packed_sum > 0 and room >= counts.packed_sum + counts.chunk(ENOUGH_ROWS)
-    packs = counts.pipelined and fits_packed
+    packs = counts.pipelined_rows > 0 and room >= counts.packed_sum + counts.chunk(counts.pipelined_rows)
     one_product = counts.one_product_row and room >= counts.single_product()
     if one_product and not _sum_is_quicker(counts):
         return "single_product"
@@ -76,7 +75,7 @@ def _sum_is_quicker(counts: ByteCounts) -> bool:
     """Return True if chunks with a sum take less time than one GEMM over all tokens."""
     if counts.target_rows_bytes and counts.N * CLASSES_PER_TOKEN > counts.V:
         return True
-    return counts.pipelined and counts.N > MOST_TOKENS_OF_ONE_PRODUCT
+    return counts.pipelined_rows > 0 and counts.N > MOST_TOKENS_OF_ONE_PRODUCT
 
 
 def choose_sum_bits(free: int, counts: ByteCounts) -> int:

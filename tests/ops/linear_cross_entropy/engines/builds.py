@@ -133,6 +133,7 @@ PIPELINED = {
     "pipeline, 24 bits, first product": _add_product("u16", ADD=False),
     "pipeline, 24 bits, another product": _add_product("u16", ADD=True),
     "pipeline, 24 bits, the last product": _add_product("u16", **_LAST),
+    "pipeline, the only product": _add_product("u16", ADD=False, factor_ptr=F32),
     "pipeline, 20 bits, first product": _add_product("u8", ADD=False),
     "pipeline, 20 bits, another product": _add_product("u8", ADD=True),
     "pipeline, 20 bits, the last product": _add_product("u8", **_LAST),

@@ -559,6 +559,7 @@ BUILDS = {
     "24 bits, first product": _add_product(ADD=False),
     "24 bits, another product": _add_product(ADD=True),
     "24 bits, the last product": _add_product(ADD=True, **dict.fromkeys(ROUNDING, F32)),
+    "the only product": _add_product(ADD=False, factor_ptr=F32),
     "20 bits, first product": _add_product(ADD=False, low_VP_ptr="*u8"),
     "20 bits, another product": _add_product(ADD=True, low_VP_ptr="*u8"),
     "20 bits, the last product": _add_product(
@@ -579,7 +580,7 @@ BUILDS = {
 # Kernels whose builds take more than a second each.
 SLOW = (
     *("exponentials_kernel", "_distances_kernel", "_distance_pipeline_kernel", "_add_product_kernel"),
-    *("_add_product_pipelined_kernel", "_input_gradient_product_kernel"),
+    *("_add_product_pipelined_kernel", "_input_gradient_product_kernel", "_parts_kernel"),
 )
 # Builds that another build covers (tests/support/ahead_of_time.py).
 _SOFTMAX = (

@@ -124,6 +124,14 @@ def test_numbers_constant_scale_not(device, counter, option):
     assert (counts[3] == counts[5]) == (option == "logit_scale")
 
 
+def test_features_dynamic(device, counter):
+    """The second number of features makes the graph general; no other compiles again."""
+    loss_of = compiled_with(counter, dynamic=True)
+    for features in (24, 40, 136, 520, 1200):
+        train(loss_of, make_inputs(20, features, 640, device=device, dtype=torch.float32))
+    assert counter.frame_count <= 2, "compiled again for another number of features"
+
+
 def test_length_marked_dynamic(device, counter):
     """Others than it stay fixed."""
     loss_of = compiled_with(counter)

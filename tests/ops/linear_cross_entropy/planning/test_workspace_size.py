@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.errors import ArgumentError
+from lowtide.core.kernels import backend
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import ops, planner
@@ -72,7 +73,7 @@ def test_row_bytes_beside_exponentials(N, D, V, dtype, kind, rows, product_rows,
     assert rows * 2 * V + beside <= held - copies <= 1 << 30
 
 
-@pytest.mark.parametrize(("D", "kind"), [(2048, "packed"), (2056, "accumulate"), (112, "accumulate")])
+@pytest.mark.parametrize(("D", "kind"), [(2048, "packed"), (2056, "accumulate"), (48, "accumulate")])
 def test_sum_of_24_bits_first_with_gluon(D, kind, monkeypatch):
     """Though in 4 GiB there is room for one in float32, too; but not of 8 features mod 16, which
     the pipeline cannot take, and not of so few that it is not worth it. Of exponentials there are 2
@@ -85,6 +86,12 @@ def test_sum_of_24_bits_first_with_gluon(D, kind, monkeypatch):
 
 
 def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
+    with FakeTensorMode():
+        call = called_on_hopper(monkeypatch, N, D, V, dtype, workspace)
+        return planner.make_plan(*call), planner.peak_bytes(*call)
+
+
+def called_on_hopper(monkeypatch, N, D, V, dtype, workspace):
     pytest.importorskip("triton")
     monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: True)
     with FakeTensorMode():
@@ -97,8 +104,7 @@ def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
             CallKind(NeedsGrad((True,), (True,), False, False), False, None, False),
         )
         options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
-        call = head, planner.with_graph_facts(head, options, call_kind), call_kind
-        return planner.make_plan(*call), planner.peak_bytes(*call)
+        return head, planner.with_graph_facts(head, options, call_kind), call_kind
 
 
 def test_low_rank_term_sum_outside_default():
@@ -148,3 +154,21 @@ def test_workspace_of_moved_operators():
 def test_workspace_too_small():
     with pytest.raises(ArgumentError, match="workspace must hold"):
         workspace_of("lowtide::linear_cross_entropy", arguments(torch.float32, 16, True))
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "V", "workspace", "pipelines"),
+    [(16384, 512, 8192, 161_797_023, True), (12000, 4096, 8192, 346_275_421, False)],
+)
+def test_skipped_rows_keep_the_outputs_of_the_operator(monkeypatch, N, D, V, workspace, pipelines):
+    """The shapes of its outputs follow from whether dW is kept as a float32 sum, and are asked for
+    before the plan is made. At these workspaces a sum fits, but not beside gathered rows."""
+    monkeypatch.setattr(backend, "pipelines_on", lambda device: pipelines)
+    ways = set()
+    for percent in range(60, 141, 2):
+        made = called_on_hopper(monkeypatch, N, D, V, torch.bfloat16, workspace * percent // 100)
+        with FakeTensorMode():
+            plan, way = planner.make_plan(*made), planner.weight_gradient_of(*made)
+        assert (plan.weight_gradient == "accumulate") == (way == "accumulate")
+        ways.add(plan.weight_gradient)
+    assert ways >= {"accumulate", "packed"}

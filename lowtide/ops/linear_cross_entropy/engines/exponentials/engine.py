@@ -419,9 +419,8 @@ class ExponentialsEngine(LossEngine):
         first_dw = gradients.weights[0]
         if self.plan.weight_gradient == "class_blocks" and first_dw is not None:
             flat = first_dw.tensor.view(-1).view(self.plan.compute_dtype)
-            if flat.shape[0] >= exponentials_stride(
-                self.V
-            ):  # less has one class of the interpreter, whose E are wider
+            # One class has less in the interpreter, whose exponentials are wider.
+            if flat.shape[0] >= exponentials_stride(self.V):
                 return ExponentialsMemory(flat, self.V)
         return ExponentialsMemory(self._exponentials_buffer(rows, self.V), self.V)
 

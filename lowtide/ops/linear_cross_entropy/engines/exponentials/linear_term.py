@@ -12,7 +12,7 @@ The GEMM of dW runs before that of dX, because the scaled rows lie in the memory
 dX will be. The last chunk finishes dW before it writes dX, because finishing dW may read the scaled
 rows again.
 
-If ignored rows come last (gemm/counted_rows.py), one kernel forms the chunk's rows of dX
+If ignored rows come last (gemm/counted_rows.py), kernels of ours form the chunk's rows of dX
 (input_gradient.py). The chunk's rows of X are first gathered into the memory of the scaled rows.
 Each row of dX is written at the row's own number, which may be of another chunk. So only a single
 chunk can gather rows in dX's memory. Ignored rows of dX are cleared at the end.

@@ -16,7 +16,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import exponentials_s
 
 
 class ExponentialsMemory:
-    """Divide memory into matrices of exponentials, with rows of whole vectors (decision 0053)."""
+    """Divide memory into matrices of exponentials, whose rows are padded (exponentials_stride)."""
 
     def __init__(self, flat: Tensor, classes: int) -> None:
         """Take memory of one dimension; where tokens are stored, each class has an equal part."""

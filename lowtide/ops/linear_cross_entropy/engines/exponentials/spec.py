@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
+    PRODUCT_BYTES,
     ROW_TILE,
     ByteCounts,
     ClassBlocks,
@@ -74,6 +75,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         fixed=fixed,
         one_product_row=one_product_row,
         softcap=call.options.softcap > 0,
+        product_rows=_product_rows(counts.product_rows, max(call.features)),
         may_skip=_may_skip(call),
         gathered_row=sum(
             D_k * size for D_k, scales in zip(call.features, access.scales_in_gradient) if scales
@@ -92,13 +94,21 @@ def shard_token_bytes(call: Call, counts: ByteCounts) -> int:
 
 
 def _may_skip(call: Call) -> bool:
-    """Return True if memory that is counted has room for the gathered rows of X.
+    """Return True if ignored rows may be skipped in this call.
 
-    These lie in the memory of dX, or beside it where dW is wanted. The forward of a call by row has
-    no dX yet, and no exponentials, for which the counts have V numbers a row.
+    Calls that train no weight were not measured. The gathered rows of X lie in memory that is
+    counted: that of dX, or `gathered_row`. The forward of a call by row has no dX yet, and no
+    exponentials, for which the counts have V numbers a row.
     """
     wanted = all(call.needs_grad.weights)
     return wanted and sum(call.features) <= call.V and not call.options.sharded
+
+
+def _product_rows(rows: int, D: int) -> int:
+    """Return the most rows of one dX GEMM: `rows`, or more for few features (decision 0079)."""
+    while 8 * rows * max(D, 1) <= PRODUCT_BYTES:
+        rows *= 2
+    return rows
 
 
 def _class_blocks(call: Call, access: OperandAccess) -> ClassBlocks:

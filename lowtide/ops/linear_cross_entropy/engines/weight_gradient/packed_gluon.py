@@ -181,8 +181,8 @@ def _add_product_pipelined_kernel(
 ):  # fmt: skip
     """Write exp^T x to the sum or, with ADD, add it.
 
-    If a factor is given (for the last chunk), round the result to the gradient. Grid: one program
-    for each multiprocessor that is not spared, which takes tiles in turn.
+    If a factor is given, for the last or only chunk, round the result to the gradient. Grid: one
+    program for each multiprocessor that is not spared, which takes tiles in turn.
     """
     a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
     counted = pack_args(count_ptr, first_place)

@@ -140,8 +140,8 @@ def _add_product_kernel(
 ):
     """Write exp^T x to the sum or, with ADD, add it.
 
-    If a factor is given (for the last chunk), round the result to the gradient. Grid: one program
-    per multiprocessor, which takes tiles in turn.
+    If a factor is given, for the last or only chunk, round the result to the gradient. Grid: one
+    program per multiprocessor, which takes tiles in turn.
     """
     tiles_v, tiles_d = tl.cdiv(V, BLOCK_V), tl.cdiv(D, BLOCK_D)
     ALWAYS: tl.constexpr = not ADD or factor_ptr is not None

@@ -88,8 +88,8 @@ def _sizes_of(counts: ClassBlocks, room: int, block_room: int, stored: int) -> B
 def _stored(counts: ClassBlocks) -> list[int]:
     """Return the numbers of stored tokens to try: 0, half of the most, and the most.
 
-    One step less than the most is tried, too. It may fit where the most does not, because a last
-    block is padded to a multiple of 8 classes.
+    One step less than the most is tried, too. It may fit where the most does not, because rows of a
+    last block are padded.
     """
     most = min(counts.N, counts.gradient // counts.exponential)
     fewer = (0, most // 2, most - counts.step, most)

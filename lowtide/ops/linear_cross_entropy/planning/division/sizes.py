@@ -44,8 +44,10 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
     if not counts.may_skip or counts.N < FEWEST_TOKENS or workspace < of_skipping.smallest_workspace:
         return takes_all
     tiling = replace(_choose_sizes(workspace, of_skipping), skips_ignored=True)
+    # The operator's outputs may depend on the way without skipping alone (weight_gradient_of).
+    keeps_sum = (tiling.weight_gradient == "accumulate") == (takes_all.weight_gradient == "accumulate")
     most = MOST_OF_SKIPPING * step_seconds(counts, takes_all)
-    if tiling.weight_gradient != "class_blocks" and step_seconds(of_skipping, tiling) <= most:
+    if keeps_sum and tiling.weight_gradient != "class_blocks" and step_seconds(of_skipping, tiling) <= most:
         return tiling
     return takes_all
 

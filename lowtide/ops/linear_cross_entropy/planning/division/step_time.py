@@ -56,13 +56,13 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
 def _chunk_of_dw(counts: ByteCounts, rows: int, way: WeightGradient, bits: int) -> float:
     N, V, D, added = counts.N, counts.V, counts.D, added_bytes(counts, way, bits)
     if way == "packed":
-        pipelined = counts.pipelined and is_large_gemm(rows, V, D)
+        pipelined = counts.pipelined_rows > 0 and is_large_gemm(rows, V, D)
         return cost_model.packed_seconds(V, D, rows, added, pipelined=pipelined)
     if way == "single_product":
         targets = targets_at_once(N, D)
         of_targets = cost_model.product_seconds(targets, D, N, 4 * targets * D)
         if counts.skips:  # the GEMM of a packed sum then forms dW, and only writes it
-            pipelined = counts.pipelined and is_large_gemm(rows, V, D)
+            pipelined = counts.pipelined_rows > 0 and is_large_gemm(rows, V, D)
             of_all = cost_model.packed_seconds(V, D, rows, V * D, pipelined=pipelined)
         else:
             of_all = cost_model.product_seconds(V, D, rows, 2 * V * D)

@@ -33,7 +33,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gr
 from lowtide.ops.linear_cross_entropy.engines.gemm import counted_rows_triton
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
-from lowtide.ops.linear_cross_entropy.planning import remembered
+from lowtide.ops.linear_cross_entropy.planning import memory_model, remembered
 from lowtide.ops.linear_cross_entropy.planning.division import sizes, step_time
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
@@ -246,12 +246,24 @@ def test_bits_of_other_rows(device, monkeypatch, splits):
     if device == "cpu":
         monkeypatch.setattr(numpy, "matmul", _in_one_order)
     monkeypatch.setattr(input_gradient, "FEWEST_CLASSES_OF_PART", 16 if splits else V)
-    tolerance = {"rtol": 1e-2 if device == "cuda" else 1e-5, "atol": 1e-3 if splits else 0}
-    inputs, upstream = inputs_for(device, "none"), torch.randn(N, device=device)
+    monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: 7)
+    monkeypatch.setattr(memory_model, "PRODUCT_ROWS", 4096)
+    divided, product = [], input_gradient._parts_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            divided.append(grid)
+            return product[grid]
+
+    monkeypatch.setattr(input_gradient, "_parts_kernel", Counted())
+    tolerance = {"rtol": 1e-2 if device == "cuda" else 1e-5, "atol": 1e-3}
+    rows = 10 * N if device == "cuda" else N
+    inputs = inputs_for(device, "none", rows)
+    upstream = torch.randn(rows, device=device)
     options = {"backend": "triton", "reduction": "none"}
     expected = differentiate(fused, inputs, upstream, **options)
     for pattern in ("random", "suffix", "one"):
-        kept = ~ignored(pattern).to(device)
+        kept = ~ignored(pattern, rows).to(device)
         fewer = replace(inputs, target=inputs.target.masked_fill(~kept, -100))
         found = differentiate(fused, fewer, upstream, **options)
         assert torch.equal(found["loss"][kept], expected["loss"][kept])
@@ -261,6 +273,7 @@ def test_bits_of_other_rows(device, monkeypatch, splits):
             assert torch.equal(found["input"][kept], expected["input"][kept])
         assert not found["loss"][~kept].any()
         assert not found["input"][~kept].any()
+    assert bool(divided) == splits
 
 
 @pytest.mark.extended
@@ -277,8 +290,8 @@ def test_class_blocks_take_all_rows(device):
 
 @pytest.mark.parametrize("case", ["frozen weight", "no gradients", "more features than classes"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_calls_without_room_for_gathered_rows_take_all(device, case, reduction):
-    """Their memory has no dX, or no exponentials, in whose place the rows would be."""
+def test_calls_that_take_all_rows(device, case, reduction):
+    """They are not measured with skipped rows, or count no memory for the gathered ones."""
     inputs = inputs_for(device, "prefixes", dtype=torch.bfloat16)
     if case != "more features than classes":
         inputs.linear_weight.requires_grad_(False)
@@ -300,7 +313,7 @@ def test_which_calls_skip(monkeypatch):
             ((16384, 4096, 128256), 1 << 30),
             ((16384, 4096, 131072), 1 << 26),  # class blocks
             ((4096, 4096, 128256), 1 << 31),
-            ((4096, 2304, 256000), 1 << 32),  # 288 tiles of dX: the last 24 are split
+            ((4096, 2304, 256000), 1 << 32),  # 288 tiles of dX: the last 36 are divided
             ((1024, 4096, 128256), 1 << 30),
             ((32768, 768, 50264), 1 << 30),
             ((32768, 768, 50264), 1 << 28),
@@ -344,9 +357,8 @@ def test_exponentials_end_early(device, counted, first_place):
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 def test_packed_product_ends_early(device, counted, add, last):
-    """Of the rows up to the count. If there are none, and none to be rounded, none is touched."""
-    if last and not add:
-        pytest.skip("a single chunk has its rounding apart")
+    """Of the rows up to the count. If there are none, and none to be rounded, none is touched.
+    The first product that is the last, too, is a gradient formed by a single GEMM."""
     C, D = 64, 32
     exp_CV = torch.rand(C, 104, device=device).bfloat16()
     x_CD = torch.randn(C, D, device=device).bfloat16()
@@ -367,6 +379,11 @@ def test_packed_product_ends_early(device, counted, add, last):
         assert torch.equal(found[0], pair_VP)
     else:
         assert torch.equal(found[0], expected[0])
+    if last and not add:
+        gradient_VD = 0.5 * exp_CV.nan_to_num(1.0).double().t() @ x_CD.double()
+        rounded_VD = found[0].view(torch.bfloat16).double()
+        torch.testing.assert_close(rounded_VD, gradient_VD, rtol=2**-7, atol=1e-6)
+        assert torch.equal(found[1], low_VP)
 
 
 @pytest.mark.parametrize(("programs", "part_rows"), [(2, 0), (2, 80), (7, 320), (14, 40), (14, 320)])
