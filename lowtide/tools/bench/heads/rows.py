@@ -50,7 +50,7 @@ def head_cases(
 ) -> list[HeadCase]:
     """Return a case for each head and number of tokens, with this share of the tokens ignored."""
     changed: dict[str, Any] = {} if ignored is None else {"ignored": ignored}
-    suffix = "" if ignored is None else f"-ignored-{ignored:.0%}".removesuffix("%")
+    suffix = "" if ignored is None else f"-ignored-{100 * ignored:g}"
     return [
         HeadCase(
             *(f"{head.name}-{count}{suffix}", count, head.features, head.classes, DTYPES[device], device),

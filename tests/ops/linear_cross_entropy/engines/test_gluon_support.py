@@ -37,9 +37,9 @@ def test_gluon_cards_and_releases(monkeypatch, release, capability, expected):
 
 
 def test_gluon_large_gemm():
-    assert backend.is_large_gemm(1024, 131072, 512)
-    assert not backend.is_large_gemm(1024, 128256, 512)
-    assert not backend.is_large_gemm(4096, 26240, 512)
+    assert backend.is_large_gemm(1024, 131072, 256)
+    assert not backend.is_large_gemm(1024, 128256, 256)
+    assert not backend.is_large_gemm(4096, 26240, 256)
 
 
 def test_tensor_maps():
