@@ -20,9 +20,6 @@ ROW_TILE = {"cpu": 8, "cuda": 128}
 # tokens, and the most bytes that these take.
 TARGETS, TARGETS_BYTES = 512, 1 << 24  # decisions 0016 and 0074
 
-# A GEMM of dX with ignored rows divides its inner dimension into parts of at least so many classes.
-FEWEST_CLASSES_OF_PART = 1024  # decision 0079
-
 # A product of rows of dX that is to be small takes at most so many bytes: its GEMM then has about
 # one tile of the result for each multiprocessor. It has at least so many rows; with fewer, reading
 # the weight takes longer than the GEMM.

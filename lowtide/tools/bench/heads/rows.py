@@ -35,7 +35,7 @@ class HeadRow(Row):
     """The ratio to the aligned floor that `lowtide doctor` predicts."""
 
 
-class CountedRows(Provider):
+class CountedTokens(Provider):
     """Run lowtide on the tokens alone whose targets are not ignored, chosen before it is timed."""
 
     def call(self, case: LossCase, inputs: Inputs) -> TimedCall:
@@ -81,8 +81,7 @@ def _suffix(workspace: int | None) -> str:
 
 def counted_rows() -> BenchEntry:
     """Return the call beside which `head_rows` times the providers of a case with ignored rows."""
-    name = "lowtide-counted-rows"
-    return lowtide_provider(name, None, CountedRows)
+    return lowtide_provider("lowtide-counted-rows", None, CountedTokens)
 
 
 def head_rows(

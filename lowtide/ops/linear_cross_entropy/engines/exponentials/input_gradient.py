@@ -21,7 +21,7 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows, row_at
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import FEWEST_CLASSES_OF_PART
+from lowtide.ops.linear_cross_entropy.planning.division.cost_model import FEWEST_CLASSES_OF_PART
 
 BLOCK_C, BLOCK_D, BLOCK_V = 128, 256, 64
 STAGES, WARPS = 4, 8

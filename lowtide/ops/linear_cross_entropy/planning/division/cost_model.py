@@ -11,13 +11,13 @@ that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an 
 
 import functools
 
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import FEWEST_CLASSES_OF_PART
-
 MULTIPROCESSORS = 132
 # Seconds that a wave of 128 x 256 tiles takes per element of the inner dimension: 0.73 PFLOP/s
 # (decision 0035).
 SECONDS = 11.9e-9
 TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
+# A GEMM of dX with ignored rows divides its inner dimension into parts of at least so many classes.
+FEWEST_CLASSES_OF_PART = 1024  # decision 0079
 OWN = (128, 256)  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
 START = 9e-6  # seconds of a GEMM beside its waves
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
