@@ -1,4 +1,5 @@
-"""What each generation of NVIDIA GPUs is said to have; nothing else asks for a capability."""
+"""Check which features each generation of NVIDIA GPUs has, and that nothing else asks for a
+capability."""
 
 from pathlib import Path
 

@@ -60,7 +60,7 @@ def _tables(table):
 
 
 def needs_earlier_blocks(blocks):
-    """Whether a block reads what an earlier one has bound."""
+    """Return True if a block reads what an earlier one has bound."""
     earlier = set()
     for block in blocks:
         bound, read = names_of(block)

@@ -91,7 +91,7 @@ def test_block_for_another_machine_is_told():
 
 @pytest.mark.parametrize("name", WITH_BLOCKS)
 def test_page_says_that_blocks_run_in_order(name):
-    """Where a block reads names of an earlier one, which a reader who pastes it alone lacks."""
+    """The page says where a block reads names of an earlier one: pasted alone, it lacks these."""
     page = WITH_BLOCKS[name]
     said = "The blocks of this page run one after the other" in " ".join(page.read_text().split())
     assert said == needs_earlier_blocks(blocks_of(page))

@@ -34,9 +34,9 @@ class Option:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     function: Function = lambda *inputs, **arguments: (linear_cross_entropy(*inputs, **arguments),)
     per_token: int = 0
-    """How many outputs have one number a token, and so an upstream gradient; all of them, or 0."""
+    """The number of outputs with one number a token, each with an upstream gradient: all, or 0."""
     losses: int = 1
-    """How many of the case's losses it computes."""
+    """The number of the case's losses that it computes."""
     workspace: int | None = None
     """None for the function's default."""
     distribution: str = "lowtide"

@@ -39,7 +39,7 @@ class TimedCall(NamedTuple):
     upstream: tuple[Tensor, ...] | None = None
     """The gradient of each output; None for a loss that is one number."""
     losses: int = 1
-    """How many of the case's losses it computes; its times are divided by this."""
+    """The number of the case's losses that it computes; its times are divided by this."""
     exact: bool = True
     """False if its results are known to be wrong, and are not compared with the exact ones."""
 

@@ -130,7 +130,8 @@ def scale_of(case: Case) -> float:
 
 
 def _logsumexp(z: Tensor) -> Tensor:
-    """Of the last dimension. The gradient of torch's own comes from its rounded result."""
+    """Return the logsumexp over the last dimension. The gradient of torch's own comes from its
+    rounded result."""
     max_1 = z.detach().amax(-1, keepdim=True)
     return (z - max_1).exp().sum(-1).log() + max_1[..., 0]
 
@@ -204,7 +205,7 @@ def check(
 
 
 def check_triton(case: Case, upstream: tuple[Tensor | None, Tensor | None] | None = None) -> None:
-    """What the Triton kernels compute is right. Skips the test where they do not run."""
+    """Check what the Triton kernels compute. Skip the test where they do not run."""
     skip_unless_runnable("triton", case.query.device.type)
     upstream = make_upstream(case) if upstream is None else upstream
     check(differentiate(ours, case, upstream, backend="triton"), case, upstream)

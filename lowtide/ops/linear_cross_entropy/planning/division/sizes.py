@@ -44,7 +44,8 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
     if not counts.may_skip or counts.N < FEWEST_TOKENS or workspace < of_skipping.smallest_workspace:
         return takes_all
     tiling = replace(_choose_sizes(workspace, of_skipping), skips_ignored=True)
-    # The operator's outputs may depend on the way without skipping alone (weight_gradient_of).
+    # The shapes of the operator's outputs are told before the plan is made, from the way without
+    # skipping (weight_gradient_of). So both ways keep a float32 sum, or neither does.
     keeps_sum = (tiling.weight_gradient == "accumulate") == (takes_all.weight_gradient == "accumulate")
     most = MOST_OF_SKIPPING * step_seconds(counts, takes_all)
     if keeps_sum and tiling.weight_gradient != "class_blocks" and step_seconds(of_skipping, tiling) <= most:
