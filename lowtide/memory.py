@@ -52,10 +52,14 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
 
         Both are in bytes. CUDA's allocator holds multiples of 512 bytes, and `bytes` counts these.
 
-    What counts: all that torch allocates on the device, by any thread that the block starts or
-    waits for. That includes results and gradients that are still held when the block ends,
-    temporaries inside an operator, and the backward pass. Memory that was held before and is
-    released in the block lowers the level from which later allocations count.
+    What counts: all that torch allocates on the device. That includes results and gradients that
+    are still held when the block ends, temporaries inside an operator, and the backward pass.
+    On CUDA, memory that was held before and is released in the block lowers the level from which
+    later allocations count; on the CPU it does not, as torch does not know its size.
+
+    On the CPU torch reports the thread of the block and those of the backward pass. What another
+    thread allocates does not count. What another thread releases counts as held: a collective of
+    gloo sometimes does so on a busy machine, and the least peak of some steps is then the true one.
 
     What does not count: memory of other devices; memory that torch does not allocate (NumPy, a
     CUDA context, another process); and what the caching allocator has reserved and not handed out.
@@ -167,8 +171,14 @@ def _cpu(peak: Peak) -> Iterator[None]:
             yield
     finally:
         held = 0
+        sizes: dict[int, int] = {}
         for each in allocations:
-            held += each.bytes
+            if each.bytes > 0:
+                # A thread that torch does not report released what lay here before.
+                held += each.bytes - sizes.get(each.address, 0)
+                sizes[each.address] = each.bytes
+            else:  # Memory from before has no size here: torch reports only what it saw allocated.
+                held -= sizes.pop(each.address, 0)
             peak.bytes = max(peak.bytes, held)
             peak.largest = max(peak.largest, each.bytes)
 

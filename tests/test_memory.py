@@ -1,4 +1,6 @@
+import contextlib
 import gc
+import threading
 
 import pytest
 import torch
@@ -95,6 +97,38 @@ def test_allocations_without_operators():
         assert any(each.operators for each in allocations) == operators
     assert found[0] == found[1]
     assert len(found[0]) > 20
+
+
+def test_other_threads_unseen():
+    """The documentation says so; a release of torch that reports them would allow more."""
+    held = []
+
+    def other_thread():
+        held[0] = block(8, "cpu")
+
+    with peak_memory("cpu") as peak:
+        held.append(block(3, "cpu"))
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+        block(4, "cpu")
+    assert peak.bytes == (3 + 4) * MIB
+    assert peak.largest == 4 * MIB
+
+
+@pytest.mark.parametrize(
+    ("device", "lowers"), [("cpu", 0), pytest.param("cuda", 8, marks=[pytest.mark.gpu, NEEDS_CUDA])]
+)
+def test_release_of_what_was_held_before(device, lowers):
+    """A measured block before makes no difference: torch knows what it reported then."""
+    for measured in (False, True):
+        held = []
+        with peak_memory(device) if measured else contextlib.nullcontext():
+            held.append(block(8, device))
+        with peak_memory(device) as peak:
+            held.clear()
+            held.append(block(11, device))
+        assert peak.bytes == (11 - lowers) * MIB
 
 
 def test_exception_keeps_figures():
