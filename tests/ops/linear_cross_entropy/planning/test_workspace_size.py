@@ -85,13 +85,14 @@ def test_sum_of_24_bits_first_with_gluon(D, kind, monkeypatch):
         assert (made.weight_gradient, made.sum_bits, made.rows) == (expected, 24, 8192)
 
 
-def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace):
+def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace, *, wanted=(True, True)):
+    """`wanted` says whether the input and the weight get a gradient."""
     with FakeTensorMode():
-        call = called_on_hopper(monkeypatch, N, D, V, dtype, workspace)
+        call = called_on_hopper(monkeypatch, N, D, V, dtype, workspace, wanted=wanted)
         return planner.make_plan(*call), planner.peak_bytes(*call)
 
 
-def called_on_hopper(monkeypatch, N, D, V, dtype, workspace):
+def called_on_hopper(monkeypatch, N, D, V, dtype, workspace, *, wanted=(True, True)):
     pytest.importorskip("triton")
     monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: True)
     with FakeTensorMode():
@@ -101,7 +102,7 @@ def called_on_hopper(monkeypatch, N, D, V, dtype, workspace):
         )
         head, call_kind = (
             Head((inputs,), (weights,)),
-            CallKind(NeedsGrad((True,), (True,), False, False), False, None, False),
+            CallKind(NeedsGrad(wanted[:1], wanted[1:], False, False), False, None, False),
         )
         options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
         return head, planner.with_graph_facts(head, options, call_kind), call_kind

@@ -3,6 +3,7 @@
 Shapes: N tokens, D features (of the first linear term; D_k of term k), V classes.
 """
 
+import operator
 from dataclasses import replace
 
 import torch
@@ -76,7 +77,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         one_product_row=one_product_row,
         softcap=call.options.softcap > 0,
         product_rows=_product_rows(counts.product_rows, max(call.features)),
-        may_skip=_may_skip(call),
+        may_skip=_may_skip(call, access),
         gathered_row=sum(
             D_k * size for D_k, scales in zip(call.features, access.scales_in_gradient) if scales
         ),
@@ -93,15 +94,15 @@ def shard_token_bytes(call: Call, counts: ByteCounts) -> int:
     return counts.token_bytes + (sum(with_gradient(call)) + SAMPLED_CLASSES) * call.sum_size
 
 
-def _may_skip(call: Call) -> bool:
+def _may_skip(call: Call, access: OperandAccess) -> bool:
     """Return True if ignored rows may be skipped in this call.
 
-    Calls that train no weight were not measured. The gathered rows of X lie in memory that is
-    counted: that of dX, or `gathered_row`. The forward of a call by row has no dX yet, and no
-    exponentials, for which the counts have V numbers a row.
+    The gathered rows of X lie in memory that is counted: that of dX, that of the scaled rows for
+    dW, or `gathered_row`. So each term forms one of the two. The forward of a call by row forms
+    neither, and has no exponentials, for which the counts have V numbers a row.
     """
-    wanted = all(call.needs_grad.weights)
-    return wanted and sum(call.features) <= call.V and not call.options.sharded
+    holds_rows = all(map(operator.or_, call.needs_grad.weights, access.scales_in_gradient))
+    return holds_rows and sum(call.features) <= call.V and not call.options.sharded
 
 
 def _product_rows(rows: int, D: int) -> int:

@@ -288,19 +288,51 @@ def test_class_blocks_take_all_rows(device):
     run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
 
 
-@pytest.mark.parametrize("case", ["frozen weight", "no gradients", "more features than classes"])
+@pytest.mark.parametrize("case", ["no gradients", "more features than classes"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_calls_that_take_all_rows(device, case, reduction):
-    """They are not measured with skipped rows, or count no memory for the gathered ones."""
+    """They count no memory for the gathered rows."""
     inputs = inputs_for(device, "prefixes", dtype=torch.bfloat16)
-    if case != "more features than classes":
+    if case == "no gradients":
         inputs.linear_weight.requires_grad_(False)
-        inputs.input.requires_grad_(case == "frozen weight")
+        inputs.input.requires_grad_(False)
     else:
         inputs = make_inputs(N, 8 * V, V, device=device, dtype=torch.bfloat16)
     options = {"backend": "triton", "reduction": reduction}
     assert not planned(inputs, None, **options).skips_ignored
     assert torch.isfinite(fused(inputs, **options)).all()
+
+
+@pytest.mark.parametrize("pattern", all_extended_but(["all", "prefixes"], PATTERNS))
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("options", all_extended_but([{}], [{}, *OPTIONS]), ids=str)
+def test_frozen_weight(device, options, at_once, reduction, pattern):
+    """Rows are gathered in dX's memory by one chunk, and by several in memory that is counted."""
+    inputs = inputs_for(device, pattern)
+    inputs.linear_weight.requires_grad_(False)
+    workspace, planning = None, {"backend": "triton", "reduction": reduction}
+    if not at_once:
+        workspace = workspace_for(inputs, lambda plan: N // 4 <= plan.rows < N // 2, **planning)
+    plan = planned(inputs, workspace, **planning)
+    assert plan.skips_ignored
+    assert (plan.rows >= N) == at_once
+    upstream = torch.randn(N, device=device) if reduction == "none" else -0.5
+    run(inputs, reduction=reduction, upstream=upstream, workspace=workspace, **options)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "input"])
+def test_time_of_what_is_formed(monkeypatch, frozen):
+    """Gradients that are not wanted take no time. So skipping pays more seldom without dW, and
+    always without dX, whose GEMM is the only one that becomes slower."""
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
+    shape = (16384, 1024, 151936)
+    both, one = (
+        planned_on_hopper(monkeypatch, *shape, torch.bfloat16, 1 << 28, wanted=wanted)[0].skips_ignored
+        for wanted in ((True, True), (frozen == "weight", frozen == "input"))
+    )
+    assert (both, one) == (False, frozen == "input")
 
 
 def test_which_calls_skip(monkeypatch):
