@@ -135,6 +135,7 @@ OUTPUTS = {
     ("bench", "options"): ("--out",),
     ("bench", "heads"): ("--out", "--plot"),
     ("bench", "chunked-loss"): ("--out",),
+    ("bench", "distillation"): ("--out",),
     ("bench", "attention"): ("--out", "--plot"),
     ("bench", "host"): ("--out",),
     ("bench", "steps"): ("--out",),

@@ -4,7 +4,7 @@ Modules, in the order of imports:
 
 * ranks: the options for several ranks, and their checks.
 * tables: measure rows, print them, write the CSV; the options that all have.
-* loss: `linear-cross-entropy`, `options` and `chunked-loss`.
+* loss: `linear-cross-entropy`, `options`, `chunked-loss` and `distillation`.
 * heads: `heads`, of public models.
 * attention: `attention`, also of public models.
 * host: `host`, what a call takes of the host.
@@ -31,6 +31,7 @@ app.command("linear-cross-entropy")(loss.linear_cross_entropy)
 app.command("heads")(heads.heads)
 app.command("options")(loss.options_)
 app.command("chunked-loss")(loss.chunked_loss)
+app.command("distillation")(loss.distillation)
 app.command("attention")(attention.attention)
 app.command("host")(host.host)
 app.command("steps")(steps.steps)

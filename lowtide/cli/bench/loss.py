@@ -1,4 +1,4 @@
-"""Implement `lowtide bench linear-cross-entropy`, `options` and `chunked-loss`."""
+"""Implement `lowtide bench linear-cross-entropy`, `options`, `chunked-loss` and `distillation`."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -13,6 +13,8 @@ from lowtide.cli.shared.parameters import DeviceOption
 from lowtide.cli.shared.parameters import workspace as workspace_option
 from lowtide.tools.bench.cases import AXES, CASES, LossCase, Mode, divided, sweep
 from lowtide.tools.bench.chunked import entries as chunked_entries
+from lowtide.tools.bench.distillation.providers import DIVERGENCES, divergence_providers
+from lowtide.tools.bench.distillation.rows import divergence_rows
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, rows
 from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT
@@ -24,6 +26,7 @@ from lowtide.tools.ranks import from_first, joined
 
 OPTIONS_CASE = {"cuda": "B", "cpu": "cpu-small"}
 CHUNKED_CASE = {"cuda": "A", "cpu": "cpu"}
+DISTILLATION_CASE = {"cuda": "B-8192", "cpu": "cpu-small"}
 SWEPT_CASE = {"cuda": "A", "cpu": "cpu-small"}
 FSDP_CASE = {"cuda": "B-4096", "cpu": "cpu-small"}
 
@@ -172,6 +175,32 @@ def chunked_loss(
     every = chunked_entries(on)
     chosen = choose(every, entry, smoke, "--entry")
     tables = [CaseTable(each.name, len(chosen), rows(each, chosen, Mode.STEP, every[0])) for each in cases]
+    print_tables(tables, on, smoke, out)
+
+
+def distillation(
+    case: Annotated[Names, names_option("A shape of both heads", "B-8192, on the CPU cpu-small")] = None,
+    divergence: Annotated[Names, names_option("A divergence")] = None,
+    provider: Annotated[Names, names_option("An implementation")] = None,
+    device: DeviceOption = Device.auto,
+    smoke: Smoke = False,
+    out: Out = None,
+) -> None:
+    """Time the divergences of a student's and a teacher's head, forward and backward.
+
+    Each row is one provider on one divergence: its median time, the ratio to
+    the floor timed in turn with it, its peak memory beyond inputs, loss and
+    gradients, and its errors against products in a wider dtype. The floor is
+    four products: the logits of both heads, and the student's two gradients.
+    """
+    on = choose_device(device)
+    cases = _cases(on, case, smoke, DISTILLATION_CASE)
+    tables = []
+    for each in cases:
+        for one in choose(DIVERGENCES, divergence, smoke, "--divergence"):
+            providers = choose(divergence_providers(one), provider, smoke, "--provider")
+            name = f"{each.name}-{one.name}"
+            tables.append(CaseTable(name, len(providers), divergence_rows(each, one, providers)))
     print_tables(tables, on, smoke, out)
 
 

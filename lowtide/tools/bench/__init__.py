@@ -12,6 +12,7 @@ Modules, in the order of imports:
 * table: rows as a table and as a CSV.
 * options: providers for every option of the loss.
 * chunked: providers for the chunked loss.
+* distillation: the divergences of a student's and a teacher's head.
 * trained: the loss's cases with the head of a trained model.
 * draw: the figure of a sweep.
 * dots: a figure of ratios over many cases.

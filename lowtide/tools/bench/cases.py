@@ -41,6 +41,8 @@ class LossCase:
     largest_logit: float | None = None  # None for random logits.
     softcap: float | None = None
     ignored: float = IGNORED_FRACTION  # The share of the tokens whose targets are ignored.
+    heads: int = 1  # The heads of this shape whose logits the loss needs: two with a teacher's.
+    seed: int = 0  # That of hidden states, head and targets.
     ranks: int = 1
     """The ranks that the classes are divided over, with `rank` the place of this one."""
     rank: int = 0
@@ -88,7 +90,7 @@ class LossCase:
         They are those of all classes and all tokens, also where these are divided. Each rank's
         tokens have as many targets that count.
         """
-        on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(0)}
+        on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(self.seed)}
         N = self.tokens * self.ranks if self.tokens_divided else self.tokens
         input_ND = torch.randn(N, self.features, dtype=self.dtype, **on)
         weight_VD = torch.randn(self.classes, self.features, dtype=self.dtype, **on)
@@ -166,6 +168,7 @@ CASES = (
     LossCase("C", 8192, 2304, 256000, torch.bfloat16, "cuda"),
     LossCase("D", 32768, 4096, 128256, torch.bfloat16, "cuda"),
     LossCase("B-4096", 4096, 4096, 128256, torch.bfloat16, "cuda", by_name=True),
+    LossCase("B-8192", 8192, 4096, 128256, torch.bfloat16, "cuda", by_name=True),
     # With --tp 2, each of two cards has as many classes as each of eight cards has in B.
     LossCase("B-classes-32064", 16384, 4096, 32064, torch.bfloat16, "cuda", by_name=True),
     LossCase("B-1024", 1024, 4096, 128256, torch.bfloat16, "cuda"),

@@ -21,7 +21,7 @@ import lowtide
 from lowtide.ops.distillation.api import forward_kl
 from lowtide.tools.bench.table import Format, rounded
 from lowtide.tools.bench.timing import quantiles
-from lowtide.tools.eager import eager_loss
+from lowtide.tools.eager import eager_divergence, eager_loss
 from lowtide.tools.environment import ENVIRONMENT, dtype_name
 from lowtide.tools.tables import new_table
 
@@ -156,9 +156,7 @@ def operators(N: int, D: int, V: int, dtype: torch.dtype, device: str) -> dict[s
     dense = partial(eager_loss, x_ND, w_VD, target_N)
     head = x_ND, w_VD
 
-    def divergence() -> Tensor:
-        student, of_teacher = (F.linear(x, w).float().log_softmax(-1) for x, w in (head, teacher))
-        return F.kl_div(student, of_teacher, reduction="batchmean", log_target=True)
+    divergence = partial(eager_divergence, *head, *teacher, beta=0.0)
 
     def attended(attention: Callable[..., Tensor], transpose: bool) -> Tensor:
         given = [each.transpose(1, 2) for each in qkv] if transpose else qkv

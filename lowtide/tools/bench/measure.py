@@ -15,6 +15,9 @@ If the classes are divided over ranks, the floor is the products of all tokens w
 classes. Under FSDP2 it is the products of this rank's tokens with all classes, which is as much
 work.
 
+A divergence of two heads needs the teacher's logits as well. Its floor computes the product of the
+logits twice.
+
 If a plain call is given, it is timed between the floor and each provider, and shows how much more
 time the provider takes. Providers then compute different things, so they have no errors; instead,
 all results are checked to be finite.
@@ -50,6 +53,8 @@ SWEEP_BUDGET_MS = 300.0  # It is smaller, since a sweep measures many shapes.
 SLOW_MS = 20_000.0  # A provider whose step takes this long is timed once.
 
 ResultT = TypeVar("ResultT")
+Truth = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+"""The exact results, as a function of input_ND, weight_VD and target_N."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,12 @@ def rows(
     mode: Mode,
     plain: BenchEntry | None = None,
     budget_ms: float = BUDGET_MS,
+    truth: Truth | None = None,
 ) -> Iterator[Row]:
+    """Measure the providers in turn; errors are against `truth`, or against the cross-entropy."""
     # Every provider is measured with products that torch does not shorten to TF32.
     torch.set_float32_matmul_precision("highest")
-    bench = cache(partial(_Bench, case, mode, plain, budget_ms))
+    bench = cache(partial(_Bench, case, mode, plain, budget_ms, truth))
     for provider in providers:
         if case.ranks > 1:  # an error ends this rank; torchrun then ends the others, which wait for it
             yield Row(case, mode, provider, bench().measure(provider.call(case, bench().inputs)))
@@ -119,17 +126,20 @@ def attempted(run: Callable[[], ResultT], device: str) -> tuple[ResultT | None, 
 class _Bench:
     """Share inputs, the floor, and the exact results or the plain call among a case's providers."""
 
-    def __init__(self, case: LossCase, mode: Mode, plain: BenchEntry | None, budget_ms: float):
+    def __init__(
+        self, case: LossCase, mode: Mode, plain: BenchEntry | None, budget_ms: float, truth: Truth | None
+    ):
         self.case, self.mode = case, mode
         self.budget_ms = 0.0 if case.smoke else budget_ms  # a smoke run shows that it works
         whole = case.inputs(requires_grad=mode is Mode.STEP)
         self.inputs = own_inputs(case, whole)
         self.plain = plain.call(case, self.inputs) if plain else None
-        self.truth = None if plain else own_results(case, exact(*whole, mode, case.softcap))
+        truth = truth or partial(exact, mode=mode, softcap=case.softcap)
+        self.truth = None if plain else own_results(case, truth(*whole))
         # These calls are timed in turn, before each provider.
-        self.beside: dict[str, Callable[[], object]] = {"floor": floor(*self.inputs, mode)}
+        self.beside: dict[str, Callable[[], object]] = {"floor": floor(*self.inputs, mode, case.heads)}
         if any(size % ALIGNMENT for size in self.inputs[1].shape):
-            self.beside["aligned"] = floor(*aligned(*self.inputs), mode)
+            self.beside["aligned"] = floor(*aligned(*self.inputs), mode, case.heads)
         if self.plain:
             self.beside["plain"] = partial(self.step, self.plain)
             # Compile and tune it before it is timed, with or without a row of its own.
@@ -202,8 +212,10 @@ def aligned(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor) -> Inputs:
     return F.pad(input_ND.detach(), (0, -D % step)), padded_VD, target_N
 
 
-def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> Callable[[], None]:
-    """Return a function that computes the products alone.
+def floor(
+    input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode, heads: int = 1
+) -> Callable[[], None]:
+    """Return a function that computes the products alone, that of the logits for each head.
 
     The logits take the place of their gradient: they have its size, are random and nowhere zero.
     """
@@ -218,7 +230,8 @@ def floor(input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode) -> 
         for start in range(0, len(x_ND), FLOOR_CHUNK):
             x_CD = x_ND[start : start + FLOOR_CHUNK]
             z_CV = logits_CV[: len(x_CD)]
-            torch.mm(x_CD, w_VD.T, out=z_CV)
+            for _ in range(heads):
+                torch.mm(x_CD, w_VD.T, out=z_CV)
             if grad_input_ND is not None:
                 torch.mm(z_CV, w_VD, out=grad_input_ND[start : start + FLOOR_CHUNK])
                 torch.mm(z_CV.T, x_CD, out=grad_weight_VD)
