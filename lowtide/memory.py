@@ -54,8 +54,8 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
 
     What counts: all that torch allocates on the device. That includes results and gradients that
     are still held when the block ends, temporaries inside an operator, and the backward pass.
-    On CUDA, memory that was held before and is released in the block lowers the level from which
-    later allocations count; on the CPU it does not, as torch does not know its size.
+    Memory that was held before and is released in the block lowers the level from which later
+    allocations count on CUDA. On the CPU it does not, since torch does not know its size.
 
     On the CPU torch reports the thread of the block and those of the backward pass. What another
     thread allocates does not count. What another thread releases counts as held: a collective of
@@ -99,7 +99,7 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
 def _garbage_waits() -> Iterator[None]:
     """Stop Python's collector of reference cycles during the block.
 
-    Memory from before the block that it freed would be subtracted from the peak. Collecting
+    On CUDA, memory from before that it freed would be subtracted from the peak. Collecting
     everything beforehand takes a tenth of a second, longer than many a step.
     """
     collects = gc.isenabled()
@@ -177,7 +177,9 @@ def _cpu(peak: Peak) -> Iterator[None]:
                 # A thread that torch does not report released what lay here before.
                 held += each.bytes - sizes.get(each.address, 0)
                 sizes[each.address] = each.bytes
-            else:  # Memory from before has no size here: torch reports only what it saw allocated.
+            else:
+                # For memory from before the block torch may report the size of what lay there
+                # when it last looked.
                 held -= sizes.pop(each.address, 0)
             peak.bytes = max(peak.bytes, held)
             peak.largest = max(peak.largest, each.bytes)

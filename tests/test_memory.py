@@ -108,27 +108,40 @@ def test_other_threads_unseen():
 
     with peak_memory("cpu") as peak:
         held.append(block(3, "cpu"))
+        between = block(1, "cpu")  # so that the next block begins elsewhere
         thread = threading.Thread(target=other_thread)
         thread.start()
         thread.join()
         block(4, "cpu")
-    assert peak.bytes == (3 + 4) * MIB
+    assert peak.bytes == (3 + 1 + 4) * MIB
     assert peak.largest == 4 * MIB
+    assert between.nbytes == MIB
 
 
-@pytest.mark.parametrize(
-    ("device", "lowers"), [("cpu", 0), pytest.param("cuda", 8, marks=[pytest.mark.gpu, NEEDS_CUDA])]
-)
-def test_release_of_what_was_held_before(device, lowers):
-    """A measured block before makes no difference: torch knows what it reported then."""
-    for measured in (False, True):
-        held = []
-        with peak_memory(device) if measured else contextlib.nullcontext():
-            held.append(block(8, device))
-        with peak_memory(device) as peak:
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("measured", [False, True])
+def test_release_of_what_was_held_before(device, measured):
+    """It lowers the peak on CUDA alone, whether another block measured its allocation or not."""
+    held = []
+    with peak_memory(device) if measured else contextlib.nullcontext():
+        held.append(block(8, device))
+    with peak_memory(device) as peak:
+        held.clear()
+        held.append(block(11, device))
+    assert peak.bytes == {"cpu": 11, "cuda": 3}[device] * MIB
+
+
+def test_size_of_what_lay_there_before():
+    """Torch keeps the sizes of measured memory that is released unmeasured, by address."""
+    for _ in range(20):
+        with peak_memory("cpu"):
+            held = block(8, "cpu")
+        del held
+        held = [block(1, "cpu")]
+        with peak_memory("cpu") as peak:
             held.clear()
-            held.append(block(11, device))
-        assert peak.bytes == (11 - lowers) * MIB
+            held.append(block(2, "cpu"))
+        assert peak.bytes == 2 * MIB
 
 
 def test_exception_keeps_figures():

@@ -224,10 +224,12 @@ def predicted_seconds(
 ) -> float | None:
     """Return the predicted seconds of loss and gradients on an H200; None if no model knows it.
 
-    The model knows the exponentials engine with one linear term. `ignored` is the share of ignored
-    rows; it counts where these are skipped.
+    The model knows the exponentials engine, with one input that gets a gradient. `ignored` is the
+    share of ignored rows; it counts where these are skipped.
     """
     if options.engine != "exponentials" or len(head.inputs) > 1 or head.device.type != "cuda":
+        return None
+    if not call_kind.needs_grad.inputs[0]:
         return None
     call = Call(head, options, call_kind)
     _, workspace, counts = _memory(call)

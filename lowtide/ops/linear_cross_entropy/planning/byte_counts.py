@@ -141,10 +141,8 @@ class ByteCounts:
     """Other bytes per token of a class block."""
     product_rows: int
     """Most rows of one dX GEMM (tokens, not bytes)."""
-    forms_dx: bool = True
-    """True if the call forms the gradient of some input."""
     forms_dw: bool = True
-    """True if the call forms the gradient of some weight."""
+    """True if the call forms the gradient [V, D] of the first weight."""
     further_terms: int = 0
     """Bytes of the float32 sums and the copies of further linear terms."""
     packed_sum: int = 0

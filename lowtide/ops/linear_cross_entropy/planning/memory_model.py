@@ -110,8 +110,7 @@ def counts_of(
         block_logit=block_logit,
         block_row=2 * size * sum(call.features),
         product_rows=PRODUCT_ROWS,
-        forms_dx=any(call.needs_grad.inputs),
-        forms_dw=any(call.needs_grad.weights),
+        forms_dw=call.needs_grad.weights[0],
         further_terms=further,
         packed_sum=min(weight_sum, (call.V - call.V // 2) * call.D * sum_size) if packs else 0,
     )

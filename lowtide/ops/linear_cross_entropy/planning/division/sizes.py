@@ -167,8 +167,10 @@ def even_rows(most: int, N: int, tile: int) -> int:
 def _quickest(counts: ByteCounts, most: int, fewest: int, way: WeightGradient, bits: int) -> int:
     """Return the rows per chunk with the least predicted time, in whole tiles.
 
-    They are at most `most`, and at least `fewest` or half of `most`, whichever is more.
+    They are at most `most`, and at least `fewest` or half of `most`, whichever is more. They are
+    those of a call that forms dW: what the sum takes per chunk stands for launches, too.
     """
+    counts = replace(counts, forms_dw=True)
 
     def seconds(rows: int) -> float:
         return over_chunks(counts.N, rows, of_chunk)

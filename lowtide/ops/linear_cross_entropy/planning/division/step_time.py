@@ -20,7 +20,7 @@ ORDER_OF_ROWS = 12e-5  # seconds beside it to order and gather rows, if ignored 
 
 
 def step_seconds(counts: ByteCounts, tiling: Tiling) -> float:
-    """Return the predicted seconds of the loss and the gradients that are wanted."""
+    """Return the predicted seconds of the loss, dX, and dW if it is wanted."""
     chunks = -(-counts.N // tiling.rows)
     small = chunks * SMALL_KERNELS * cost_model.LAUNCH + ROW_BYTES * counts.N * counts.D / cost_model.SPEED
     if tiling.weight_gradient == "class_blocks" and counts.class_blocks is not None:
@@ -45,12 +45,12 @@ def over_chunks(N: int, rows: int, seconds: Callable[[int], float]) -> float:
 def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int, product_rows: int) -> float:
     """Return the predicted seconds of the large kernels of a chunk of `rows` rows."""
     V, D = counts.V, counts.D
-    seconds = cost_model.exponentials_seconds(rows, V, D, softcap=counts.softcap)
-    if counts.forms_dx and counts.skips:
-        seconds += cost_model.own_product_seconds(rows, D, V, part_rows=min(rows, product_rows))
-    elif counts.forms_dx:
-        seconds += cost_model.product_of_rows_seconds(rows, D, V, most=product_rows)
-    return seconds + _chunk_of_dw(counts, rows, way, bits)
+    logits = cost_model.exponentials_seconds(rows, V, D, softcap=counts.softcap)
+    if counts.skips:
+        dx = cost_model.own_product_seconds(rows, D, V, part_rows=min(rows, product_rows))
+    else:
+        dx = cost_model.product_of_rows_seconds(rows, D, V, most=product_rows)
+    return logits + dx + _chunk_of_dw(counts, rows, way, bits)
 
 
 def _chunk_of_dw(counts: ByteCounts, rows: int, way: WeightGradient, bits: int) -> float:
@@ -99,8 +99,7 @@ def few_tokens_seconds(engine: str, counts: ByteCounts, tiling: Tiling, chunks: 
     else:
         rows = -(-N // chunks)
         card = chunks * cost_model.product_seconds(rows, V, D, 4 * rows * V)
-        if counts.forms_dx:
-            card += cost_model.product_of_rows_seconds(N, D, V, most=tiling.product_rows)
+        card += cost_model.product_of_rows_seconds(N, D, V, most=tiling.product_rows)
         card += cost_model.product_seconds(V, D, N, 2 * V * D)
         card += cost_model.traffic_seconds(SOFTMAX_BYTES * N * V)
         host += (chunks - 1) * HOST_OF_CHUNK

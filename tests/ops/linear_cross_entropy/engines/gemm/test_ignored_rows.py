@@ -321,18 +321,17 @@ def test_frozen_weight(device, options, at_once, reduction, pattern):
     run(inputs, reduction=reduction, upstream=upstream, workspace=workspace, **options)
 
 
-@pytest.mark.parametrize("frozen", ["weight", "input"])
-def test_time_of_what_is_formed(monkeypatch, frozen):
-    """Gradients that are not wanted take no time. So skipping pays more seldom without dW, and
-    always without dX, whose GEMM is the only one that becomes slower."""
+def test_frozen_weight_takes_no_time(monkeypatch):
+    """dX is then half of the call, so what its GEMM loses where rows are skipped weighs more."""
     monkeypatch.undo()
     monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
-    shape = (16384, 1024, 151936)
-    both, one = (
-        planned_on_hopper(monkeypatch, *shape, torch.bfloat16, 1 << 28, wanted=wanted)[0].skips_ignored
-        for wanted in ((True, True), (frozen == "weight", frozen == "input"))
-    )
-    assert (both, one) == (False, frozen == "input")
+    skips = [
+        planned_on_hopper(monkeypatch, 16384, 1024, 151936, torch.bfloat16, None, wanted=wanted)[
+            0
+        ].skips_ignored
+        for wanted in ((True, True), (True, False))
+    ]
+    assert skips == [True, False]
 
 
 def test_which_calls_skip(monkeypatch):
