@@ -74,7 +74,7 @@ def test_floor_has_the_logits_of_both_heads(monkeypatch):
 
 
 def test_liger_is_called_as_it_documents(divergence, monkeypatch):
-    """By a function of Liger's signature; its own kernels need CUDA."""
+    """A function of Liger's signature takes the call; its own kernels need CUDA."""
 
     def fused(
         student_input,

@@ -29,10 +29,8 @@ from tests.support.loss import (
 pytest.importorskip("triton")
 
 from lowtide.core.kernels import backend
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gradient
+from lowtide.ops.linear_cross_entropy.engines.exponentials import input_gradient
 from lowtide.ops.linear_cross_entropy.engines.gemm import counted_rows_triton
-from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.planning import memory_model, remembered
 from lowtide.ops.linear_cross_entropy.planning.division import sizes, step_time
 from tests.ops.linear_cross_entropy.on_exponentials import (
@@ -321,150 +319,16 @@ def test_frozen_weight(device, options, at_once, reduction, pattern):
     run(inputs, reduction=reduction, upstream=upstream, workspace=workspace, **options)
 
 
-def test_frozen_weight_takes_no_time(monkeypatch):
+def test_frozen_weight_skips_more_seldom(monkeypatch):
     """dX is then half of the call, so what its GEMM loses where rows are skipped weighs more."""
     monkeypatch.undo()
     monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
-    skips = [
-        planned_on_hopper(monkeypatch, 16384, 1024, 151936, torch.bfloat16, None, wanted=wanted)[
-            0
-        ].skips_ignored
+    shape = (16384, 1024, 151936)
+    trained, frozen = (
+        planned_on_hopper(monkeypatch, *shape, torch.bfloat16, None, wanted=wanted)[0]
         for wanted in ((True, True), (True, False))
-    ]
-    assert skips == [True, False]
-
-
-def test_which_calls_skip(monkeypatch):
-    """Those that take at most 3 % longer if no row is ignored."""
-    monkeypatch.undo()
-    monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
-    skips = [
-        planned_on_hopper(monkeypatch, *shape, torch.bfloat16, workspace)[0].skips_ignored
-        for shape, workspace in (
-            ((16384, 4096, 128256), 1 << 30),
-            ((16384, 4096, 131072), 1 << 26),  # class blocks
-            ((4096, 4096, 128256), 1 << 31),
-            ((4096, 2304, 256000), 1 << 32),  # 288 tiles of dX: the last 36 are divided
-            ((1024, 4096, 128256), 1 << 30),
-            ((32768, 768, 50264), 1 << 30),
-            ((32768, 768, 50264), 1 << 28),
-            ((16384, 1024, 151936), 1 << 28),  # 16 tiles of dX in a chunk, for 132 multiprocessors
-        )
-    ]
-    assert skips == [True, False, True, True, False, True, False, False]
-
-
-# Kernels end early.
-
-
-def chunk_of(device: str, counted: int, C: int, first_place: int = 0) -> CountedChunk:
-    row_C = torch.arange(C, device=device).flip(0)
-    number = torch.tensor([first_place + counted], dtype=torch.int32, device=device)
-    return CountedChunk(row_C, number, first_place)
-
-
-@pytest.mark.parametrize("first_place", [0, 64])
-@pytest.mark.parametrize("counted", [0, 1, 16, 37])
-def test_exponentials_end_early(device, counted, first_place):
-    tile = gemm.tiles.BLOCK_C
-    C, dtype = 5 * tile, dtype_on(device)
-    counted = counted * tile // 16
-    x_CD, weight_BD = torch.randn(C, 24, device=device).to(dtype), torch.randn(V, 24, device=device).to(dtype)
-    outs = [torch.full((C, 104), 7.0, dtype=dtype, device=device) for _ in range(2)]
-    target_C = torch.zeros(C, dtype=torch.long, device=device)
-    reference_C = torch.zeros(C, device=device)
-    for out_CB, chunk in zip(outs, (CountedChunk(), chunk_of(device, counted, C, first_place))):
-        exponentials = gemm.Exponentials(
-            (x_CD, weight_BD), reference_C=reference_C, target_C=target_C, out_CB=out_CB[:, :V],
-            transform=gemm.NO_TRANSFORM, counted=chunk,
-        )  # fmt: skip
-        exponentials.run(sums=exponentials.partials())
-    done = -(-counted // tile) * tile
-    assert torch.equal(outs[1][:done], outs[0][:done])
-    assert (outs[1][done:] == 7).all()
-
-
-@pytest.mark.parametrize("counted", [0, 1, 40])
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("last", [False, True])
-def test_packed_product_ends_early(device, counted, add, last):
-    """Of the rows up to the count. If there are none, and none to be rounded, none is touched.
-    The first product that is the last, too, is a gradient formed by a single GEMM."""
-    C, D = 64, 32
-    exp_CV = torch.rand(C, 104, device=device).bfloat16()
-    x_CD = torch.randn(C, D, device=device).bfloat16()
-    x_CD[counted:] = 0
-    block = packed_triton.BLOCK_C
-    exp_CV[-(-counted // block) * block :] = torch.nan  # a block of rows is read whole
-    if device == "cpu":
-        exp_CV, x_CD = exp_CV.float(), x_CD.float()
-    pair_VP = torch.randint(1 << 20, (104, D // 2), dtype=torch.int32, device=device)
-    low_VP = torch.zeros(104, D // 2, dtype=torch.int16, device=device).view(torch.uint16)
-    factor = torch.tensor(0.5, device=device) if last else None
-    rounding = (factor, None, None)
-    found, expected = (pair_VP.clone(), low_VP.clone()), (pair_VP.clone(), low_VP.clone())
-    chunk = chunk_of(device, counted, C)
-    packed_triton.add_product(*found, exp_CV, x_CD, add=add, counted=chunk, rounding=rounding)
-    packed_triton.add_product(*expected, exp_CV.nan_to_num(1.0), x_CD, add=add, rounding=rounding)
-    if counted == 0 and add and not last:
-        assert torch.equal(found[0], pair_VP)
-    else:
-        assert torch.equal(found[0], expected[0])
-    if last and not add:
-        gradient_VD = 0.5 * exp_CV.nan_to_num(1.0).double().t() @ x_CD.double()
-        rounded_VD = found[0].view(torch.bfloat16).double()
-        torch.testing.assert_close(rounded_VD, gradient_VD, rtol=2**-7, atol=1e-6)
-        assert torch.equal(found[1], low_VP)
-
-
-@pytest.mark.parametrize(("programs", "part_rows"), [(2, 0), (2, 80), (7, 320), (14, 40), (14, 320)])
-@pytest.mark.parametrize("D", [24, 48])
-@pytest.mark.parametrize("counted", [0, 1, 37, 80])
-def test_input_gradient_ends_early(device, monkeypatch, counted, D, programs, part_rows):
-    """Rows lie where the order says; others are left as they are. Some tiles are split into up to
-    six parts, whatever memory lay there before."""
-    monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(input_gradient, "FEWEST_CLASSES_OF_PART", 16)
-    tile = 128 if device == "cuda" else 16
-    C, counted, part_rows, dtype = 5 * tile, counted * tile // 16, part_rows * tile // 16, dtype_on(device)
-    exp_CV = torch.rand(C, 104, device=device).to(dtype)[:, :V]
-    weight_VD = torch.randn(V, D, device=device).to(dtype)
-    target_C = torch.randint(V, (C,), device=device)
-    ignored_C = torch.arange(C, device=device) >= max(counted - 1, 0)
-    scale_C, coef_C, factor = torch.rand(C, device=device), torch.randn(C, device=device), torch.tensor(0.5)
-    out_CD = torch.full((C, D), 7.0, device=device, dtype=dtype)
-    chunk = chunk_of(device, counted, C)
-    rest = (None, None, factor.to(device), out_CD, chunk, part_rows)
-    input_gradient.input_gradient(exp_CV, weight_VD, target_C, ignored_C, scale_C, coef_C, *rest)
-    product_CD = exp_CV.double() @ weight_VD.double()
-    expected_CD = scale_C[:, None] * product_CD
-    expected_CD += coef_C[chunk.row_C, None] * weight_VD[target_C].double()
-    expected_CD = (0.5 * expected_CD).masked_fill(ignored_C[:, None], 0)
-    found_CD = out_CD[chunk.row_C]  # rows of the matrix, in the order of places
-    tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(
-        found_CD[:counted].double(), expected_CD[:counted], rtol=tolerance, atol=tolerance
     )
-    assert (found_CD[counted:] == 7).all()
-
-
-@pytest.mark.parametrize("counted", [0, 1, 37])
-def test_rows_are_gathered_and_cleared(device, counted):
-    x_ND = torch.randn(80, 24, device=device)
-    chunk = chunk_of(device, counted, 80)
-    x_CD = torch.empty_like(x_ND)
-    row_kernels.gather_rows(x_CD, x_ND, chunk)
-    assert torch.equal(x_CD[:counted], x_ND.flip(0)[:counted])
-    assert not x_CD[counted:].any()
-    exp_CB = torch.full((80, 40), torch.nan, device=device)
-    row_kernels.clear_rows(exp_CB[:, :33], chunk)
-    exp_CB = exp_CB[chunk.row_C]
-    assert exp_CB[:counted].isnan().all()
-    assert not exp_CB[counted:, :33].any()
-    assert exp_CB[:, 33:].isnan().all()
-
-
-# On a card.
+    assert (trained.skips_ignored, frozen.skips_ignored) == (True, False)
 
 
 @pytest.mark.gpu
@@ -486,3 +350,23 @@ def test_no_synchronisation_and_graphs(reduction):
         inputs.target.copy_(with_ignored(inputs, pattern).target)
         graph.replay()
         assert all(map(torch.equal, found, step()))
+
+
+def test_which_calls_skip(monkeypatch):
+    """Those that take at most 3 % longer if no row is ignored."""
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
+    skips = [
+        planned_on_hopper(monkeypatch, *shape, torch.bfloat16, workspace)[0].skips_ignored
+        for shape, workspace in (
+            ((16384, 4096, 128256), 1 << 30),
+            ((16384, 4096, 131072), 1 << 26),  # class blocks
+            ((4096, 4096, 128256), 1 << 31),
+            ((4096, 2304, 256000), 1 << 32),  # 288 tiles of dX: the last 36 are divided
+            ((1024, 4096, 128256), 1 << 30),
+            ((32768, 768, 50264), 1 << 30),
+            ((32768, 768, 50264), 1 << 28),
+            ((16384, 1024, 151936), 1 << 28),  # 16 tiles of dX in a chunk, for 132 multiprocessors
+        )
+    ]
+    assert skips == [True, False, True, True, False, True, False, False]
