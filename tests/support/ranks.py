@@ -241,9 +241,11 @@ def _join(
         print(json.dumps({"kind": kind, **result}), flush=True)
     faulthandler.cancel_dump_traceback_later()
     dist.barrier()
-    if raised:
-        os._exit(0)  # an error between FSDP's hooks leaves threads behind, which ending orderly trips over
-    dist.destroy_process_group()
+    if not raised:  # an error between FSDP's hooks leaves threads behind, which this trips over
+        dist.destroy_process_group()
+    # A thread of gloo that still holds a tensor of Python aborts a process that ends its interpreter
+    # (pytorch #179291). Only processes that were spawned would end it.
+    os._exit(0)
 
 
 def _take_card(rank: int) -> torch.device:
