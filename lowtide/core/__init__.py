@@ -11,6 +11,7 @@ kernels/          capabilities of the device, launches, and what several operato
 collectives       gathers and sums over the ranks of a process group, by its name
 recording/        record what a function does with its tensors; repeat it for tensors alike
 soft_cap          slope of a soft cap, in torch
+exponential       exponentials in place, without a CPU's slow ones
 autodiff          which transforms are active; gradients that can be differentiated again
 row_function      a function of rows, computed chunk by chunk, with derivatives of any order
 matmul            operands by chunks of rows and blocks of classes; GEMMs with float32 accumulators

@@ -243,8 +243,8 @@ def _join(
     dist.barrier()
     if not raised:  # an error between FSDP's hooks leaves threads behind, which this trips over
         dist.destroy_process_group()
-    # A thread of gloo that still holds a tensor of Python aborts a process that ends its interpreter
-    # (pytorch #179291). Only processes that were spawned would end it.
+    # Processes that were spawned would end their interpreter now. A thread of gloo that still holds
+    # a tensor of Python would abort them there (pytorch #179291).
     os._exit(0)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.core.exponential import exp_
 from lowtide.ops.linear_cross_entropy.engines.row_math import ByRow, LogitTransform
 
 
@@ -115,7 +116,7 @@ def _divergence(
     )
     ahead_cb.masked_fill_(weighs_cb == -torch.inf, 0)
     del weighs_cb
-    student_cb.exp_(), teacher_cb.exp_()
+    exp_(student_cb), exp_(teacher_cb)
     if take_sums:
         torch.sum(student_cb, 1, out=stat.student_sum_N)
         torch.sum(teacher_cb, 1, out=stat.teacher_sum_N)

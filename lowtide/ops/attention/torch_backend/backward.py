@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.core.exponential import quick_exp_
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, allocate
 from lowtide.ops.attention.torch_backend.forward import Blockwise
 from lowtide.ops.attention.torch_backend.tiling import Chunk, KeySpan
@@ -163,7 +164,7 @@ class BlockwiseBackward(Blockwise):
         z_crn, slope_crn = self.scores(chunk, rows, columns, query_crK)
         for part_cr1 in statistics_crS.split(1, 2):
             z_crn.sub_(part_cr1)
-        weight_crn = z_crn.exp_()
+        weight_crn = quick_exp_(z_crn)
         keep_crn = None if self.operands.seed is None else self.keep_mask(chunk, rows, columns)
         if not self.needs_scores:
             return ScoreTile(weight_crn, slope_crn, keep_crn, None)

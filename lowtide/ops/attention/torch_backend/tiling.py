@@ -17,11 +17,14 @@ from torch import Tensor
 from lowtide.core.matmul import blocks
 from lowtide.ops.attention.definition.operands import AttentionSizes
 
-# The most scores of a tile. A tile of this size stays in a core's own cache between operations on
-# it, and computing it takes much longer than torch takes to call an operation.
-TILE = 1 << 18
+# The most scores of a tile. Computing so many takes much longer than torch takes to call an
+# operation, and they stay in the processor's cache between operations.
+TILE = 1 << 20
+# A tile has at most this part of all scores, so that it is small beside them.
+PART = 8
 # The rows and columns of a tile, if there are at least as many queries (of all R heads) and keys.
-# Products of this size run at full speed.
+# Products of this size run at full speed. With longer sides a causal mask would hide more of a
+# tile.
 SIDE = 512
 
 
@@ -40,8 +43,10 @@ class KeySpan(NamedTuple):
     """Hold the keys that are the columns of a tile."""
 
     span: slice
-    whole: bool
-    """True if every row sees every column, so that nothing is masked."""
+    begins: bool
+    """True if the mask hides some of these keys from a row since they are before its first key."""
+    ends: bool
+    """True if the mask hides some of these keys from a row since they are after its last key."""
 
 
 class Chunk(NamedTuple):
@@ -92,12 +97,16 @@ def tile_shape(size: AttentionSizes) -> TileShape:
     """Return the size of a tile for this call.
 
     A tile is square if there are many queries and many keys. If there are few queries, it has more
-    keys; if there are few keys, more queries. If there are few of both, it has several heads.
+    keys; if there are few keys, more queries. It has as many heads as then fit. A part of an
+    operand that belongs to it has at most TILE numbers.
     """
+    one, longest = min(TILE, SIDE * SIDE), TILE // max(1, size.K, size.E)
     columns = max(1, min(size.N, SIDE))
-    rows = max(1, min(size.M * size.R, TILE // columns))
-    columns = max(1, min(size.N, TILE // rows))
-    return TileShape(max(1, TILE // (rows * columns)), max(1, rows // size.R), columns)
+    rows = max(1, min(size.M * size.R, one // columns, longest))
+    columns = max(1, min(size.N, one // rows, longest))
+    most = max(one, min(TILE, size.B * size.H * size.M * size.N // PART))
+    heads = min(most // (rows * columns), longest // max(rows, columns))
+    return TileShape(max(1, heads), max(1, rows // size.R), columns)
 
 
 def head_chunks(size: AttentionSizes, heads: int, dtype: torch.dtype) -> Iterator[Chunk]:

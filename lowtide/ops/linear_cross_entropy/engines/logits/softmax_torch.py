@@ -9,6 +9,7 @@ these rows at a time.
 import torch
 from torch import Tensor
 
+from lowtide.core.exponential import exp_
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     RowCoefs,
     SoftmaxStats,
@@ -57,7 +58,7 @@ def softmax_gradient_(
         if take_stats:
             _take_sums_of_shifts(shift_cb, stat, soft_cb, column.class_weight_B)
         reads_shift = row.entropy_coef_N is not None or (take_stats and stat.mean_N is not None)
-        exp_cb = shift_cb.exp() if reads_shift else shift_cb.exp_()
+        exp_cb = exp_(shift_cb.clone() if reads_shift else shift_cb)
         if take_stats:
             _take_stats(exp_cb, shift_cb, stat, column.class_weight_B)
         if gradient_dtype is None:
