@@ -151,6 +151,8 @@ class ByteCounts:
     """The same with 20 bits, where `packed_sum` is with 24; 0 if there is only one form."""
     one_product_row: int = 0
     """Bytes per token of a chunk of all tokens whose dW is a single GEMM; 0 without such a GEMM."""
+    rounded_block: int = 0
+    """Bytes of the smallest float32 block of classes that a single GEMM for dW is rounded from."""
     target_rows_bytes: int = 0
     """Bytes of the target classes' rows beside a single GEMM; freed before the dX GEMM."""
     partials_bytes: int = 0
@@ -194,7 +196,8 @@ class ByteCounts:
 
         The gradient rows of target classes are formed before the dX GEMM, in the same memory.
         """
-        return self.N * self.one_product_row + max(self.shared_buffer_bytes(self.N), self.target_rows_bytes)
+        shared = max(self.shared_buffer_bytes(self.N), self.target_rows_bytes)
+        return self.N * self.one_product_row + shared + self.rounded_block
 
     @property
     def one_chunk(self) -> int:

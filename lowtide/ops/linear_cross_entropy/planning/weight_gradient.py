@@ -7,7 +7,8 @@ memory, with 24 bits and one byte per weight beyond it, or with 20 bits and half
 
 There is no accumulator where one chunk has room for all tokens, tokens are few beside the classes,
 and no term is spread over all classes: the exponentials engine then rounds in the epilogue of a
-single GEMM (accumulators.py).
+single GEMM (accumulators.py). On the CPU the single GEMM is rounded block by block of classes
+(in_torch.py).
 
 Where every kind of sum leaves too few rows, the weight gradient is formed by blocks of classes
 instead: as exact, at the price of one more GEMM.
@@ -21,6 +22,10 @@ from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
 # which compute all logits again, so it is taken where no sum fits.
 CLASSES_PER_TOKEN = 16  # decision 0016
 FEWEST_CLASSES_PER_TOKEN = 4  # decisions 0073 and 0074
+
+# On the CPU a single GEMM over all tokens is rounded from a float32 block of at least so many
+# classes, and of at most so many numbers, which stay in the cache.
+ROUNDED_CLASSES, ROUNDED_NUMBERS = 512, 1 << 20  # decision 0083
 
 # With more tokens, two chunks with a packed sum on the Gluon pipeline take as long as one GEMM over
 # all tokens, and a quarter to a third less memory: few rows of targets are formed again, and the

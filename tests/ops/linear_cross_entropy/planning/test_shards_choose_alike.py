@@ -78,7 +78,8 @@ def test_few_replicated_tokens_take_a_single_product(device):
     for N, few in ((64, True), (1024, True), (4096, False)):
         plan = plan_of(device, N, V // 2, **place)
         whole = Agreement(None, plan.rows, (N, N), 1, None, ())
-        assert (plan.agreed(whole).weight_gradient == "single_product") == (few and device == "cuda")
+        fits = device == "cuda" or N == 64
+        assert (plan.agreed(whole).weight_gradient == "single_product") == (few and fits)
 
 
 def test_one_process_chooses_by_sizes(device):

@@ -13,7 +13,11 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
-from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASSES, counts_with_float32_sums
+from lowtide.ops.linear_cross_entropy.planning.memory_model import (
+    SAMPLED_CLASSES,
+    counts_with_float32_sums,
+    with_rounded_blocks,
+)
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 
 # Fewest elements of the weight. With fewer, the Python code around the GEMMs takes longer than the
@@ -70,7 +74,8 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         block_logit=size,
         bias_vectors=6,
     )
-    return replace(counts, block_row=counts.block_row + call.sum_size * features)
+    counts = replace(counts, block_row=counts.block_row + call.sum_size * features)
+    return with_rounded_blocks(counts, call)
 
 
 def shard_token_bytes(call: Call, counts: ByteCounts) -> int:

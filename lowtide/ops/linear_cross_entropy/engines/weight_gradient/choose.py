@@ -58,6 +58,8 @@ def choose_accumulator(
     if plan.engine not in TILED:
         if kind == "packed":
             return in_torch.InPlaceSum(dw.tensor, dw.applied, multiply)
+        if kind == "single_product":
+            return in_torch.RoundedBlocks(dw.tensor, dw.applied, plan.block_classes, multiply)
         return in_torch.FloatSum((slice(0, dw.tensor.shape[0]), dw.tensor), multiply=multiply)
     from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators  # imports Triton
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lowtide.core.matmul import product
+from lowtide.core.matmul import blocks, product
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 
 Part = tuple[slice, Tensor]  # classes, and their sum [B, D]
@@ -106,6 +106,51 @@ class InPlaceSum(FloatSum):
             self.gradient_VD[rows] = sum_HD[rows]
             first = rows.stop
         self.gradient_VD[H:] = self.beside_BD.mul_(self.applied)
+
+
+class RoundedBlocks:
+    """Form a rounded gradient from one chunk of all tokens, a block of classes at a time.
+
+    The operands of the chunk are read in `finish`. The float32 sum of a block is rounded while it
+    is in the cache.
+    """
+
+    factor, ends_early = None, False
+
+    def __init__(
+        self,
+        gradient_VD: Tensor,
+        applied: Tensor,
+        block_classes: int,
+        multiply: Callable[..., None] = multiply_transposed,
+    ) -> None:
+        """Hold the gradient, which will be `applied` times the sum, and the GEMM of a block."""
+        self.gradient_VD, self.applied = gradient_VD, applied
+        self.block_classes, self.multiply = block_classes, multiply
+        self.terms: list[Callable[[FloatSum, slice], None]] = []
+
+    def add_product(
+        self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
+    ) -> None:
+        self.terms.append(
+            lambda sum, classes: sum.add_product(g_CV[:, classes], x_CD, first=first, last=last)
+        )
+
+    def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: RowNumbers) -> None:
+        self.terms.append(lambda sum, _: sum.add_target_rows(x, coef_N, class_N, order_N))
+
+    def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
+        raise AssertionError("on a CPU label smoothing is part of the gradient of the logits")
+
+    def finish(self) -> None:
+        V, D = self.gradient_VD.shape
+        sum_BD = self.applied.new_empty(min(self.block_classes, V), D)
+        for classes in blocks(V, self.block_classes):
+            B = classes.stop - classes.start
+            sum = FloatSum((slice(0, B), sum_BD[:B]), first_class=classes.start, multiply=self.multiply)
+            for add in self.terms:
+                add(sum, classes)
+            self.gradient_VD[classes] = sum_BD[:B].mul_(self.applied)
 
 
 class SingleProduct:

@@ -21,6 +21,7 @@ from lowtide.ops.linear_cross_entropy.planning.division.step_time import (
 )
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
+    ROUNDED_NUMBERS,
     accumulator_bytes,
     choose_sum_bits,
     choose_weight_gradient,
@@ -101,7 +102,8 @@ def tiling_bytes(counts: ByteCounts, tiling: Tiling) -> int:
         block = counts.class_block(tiling.block_rows, tiling.block_classes)
         return counts.fixed + max(counts.chunk(tiling.rows) + copies, block)
     if way == "single_product":
-        return counts.fixed + counts.single_product() + copies
+        block = tiling.block_classes * counts.class_sum if counts.rounded_block else 0
+        return counts.fixed + counts.single_product() - counts.rounded_block + block + copies
     beside = accumulator_bytes(counts, way, tiling.sum_bits) if way == "packed" else 0
     return counts.fixed + counts.chunk(tiling.rows) + copies + beside
 
@@ -125,17 +127,25 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
     if counts.device == "cuda" and rows < N:
         rows = _quickest(counts, counts.most_rows(room), fewest_rows(counts, way, bits), way, bits)
     # Where ranks agree on smaller chunks, class blocks take the place of a single GEMM.
-    block = _class_block(free, counts) if way in ("class_blocks", "single_product") else (0, 0)
+    block, sum_room = (0, 0), free // 2
+    if way == "single_product" and counts.rounded_block:
+        beside = room - counts.single_product() + counts.rounded_block
+        sum_room = min(
+            sum_room, beside, max(counts.rounded_block, ROUNDED_NUMBERS // counts.D * counts.class_sum)
+        )
+    if way in ("class_blocks", "single_product"):
+        block = _class_block(free, counts, sum_room)
     return Tiling(rows, V, operand_classes, counts.product_rows, way, bits, *block)
 
 
-def _class_block(free: int, counts: ByteCounts) -> tuple[int, int]:
+def _class_block(free: int, counts: ByteCounts, sum_room: int) -> tuple[int, int]:
     """Return the tokens C and classes B of a block.
 
-    Its accumulator [B, D] and its logits [C, B] get about half of the bytes each.
+    Its accumulator [B, D] and a copy of its weight get `sum_room` bytes, and its logits [C, B] the
+    rest.
     """
     of_a_class = counts.class_sum + counts.weight_copy
-    classes = _classes(free // 2, of_a_class, counts.V)
+    classes = _classes(sum_room, of_a_class, counts.V)
     of_a_row = classes * counts.block_logit + counts.block_row
     return even_rows((free - classes * of_a_class) // of_a_row, counts.N, ROW_TILE[counts.device]), classes
 

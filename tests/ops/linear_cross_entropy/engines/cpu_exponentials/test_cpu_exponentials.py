@@ -10,7 +10,6 @@ import lowtide
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
-from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE
 from lowtide.tools.bench.cases import CASES
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from tests.support.loss import check, differentiate, fused, make_inputs, planned, workspace_for
@@ -198,11 +197,10 @@ def off(monkeypatch, wanted=True):
 @pytest.mark.extended
 @pytest.mark.parametrize("made_off", [False, True])
 def test_compile(monkeypatch, made_off):
-    """A graph keeps the way that it was made for, as its outputs' dtypes depend on it: 2048 rows of
-    such a head are summed in float32 on one way, and in part in the gradient's memory on the
-    other."""
+    """A graph keeps the way that it was made for, as its outputs' dtypes depend on it: rows of such
+    a head are summed in float32 on one way, and in part in the gradient's memory on the other."""
     torch.compiler.reset()
-    inputs, whole = make_inputs(64, 512, 16384, dtype=BF16), DEFAULT_WORKSPACE["cpu"]
+    inputs, whole = make_inputs(1100, 512, 4096, dtype=BF16), 35 << 19
     assert planned(inputs, whole).weight_gradient == "accumulate"
     with off(monkeypatch):
         assert planned(inputs, whole).weight_gradient == "packed"
