@@ -25,16 +25,17 @@ DTYPES = (torch.float32, torch.float64, *HALVES)
 
 
 def workspace_of(kind, inputs, **options):
-    """ "tight": many chunks, the weight gradient summed over them. "least": a row or so at a time,
-    and a half-precision weight's gradient class block by class block. "few": a few rows at a
-    time."""
+    """ "tight": two chunks, the weight gradient summed over them; one for few tokens in half
+    precision, whose gradient is rounded from it. "least": a row or so at a time, and a
+    half-precision weight's gradient class block by class block. "few": a few rows at a time."""
     if kind == "default":
         return None
     if kind in ("least", "few"):
         least = smallest_workspace(lambda workspace: fused(inputs, workspace=workspace, **options))
         return least if kind == "least" else 2 * least
     chunk = -(-inputs.target.numel() // 2)
-    return workspace_for(inputs, lambda plan: plan.rows >= chunk and plan.weight_gradient == "accumulate")
+    ways = ("accumulate", "single_product")
+    return workspace_for(inputs, lambda plan: plan.rows >= chunk and plan.weight_gradient in ways)
 
 
 def check_fused(inputs, upstream=1.0, **options):
