@@ -159,7 +159,7 @@ def linear_cross_entropy(
         relative error of 5e-4 before it is rounded to bfloat16. The loss is float64 if the
         probabilities, or the class weights beside them, are float64.
         On the CPU half-precision operands are converted to float32 for the products. The exception
-        is a call with bfloat16 tensors and 2^20 weights or more, if the CPU has units for bfloat16
+        is a call with bfloat16 tensors and 2^16 weights or more, if the CPU has units for bfloat16
         and there is a C++ compiler. The call must have no soft cap, label smoothing, probabilities
         or learned scale.
 

@@ -167,8 +167,8 @@ def test_engine_chosen():
 
 def test_small_heads_other_engine(monkeypatch):
     monkeypatch.undo()
-    assert not planned(make_inputs(8, 512, 2047, dtype=BF16), None).cpu_exponentials
-    assert planned(make_inputs(8, 512, 2048, dtype=BF16), None).cpu_exponentials
+    assert not planned(make_inputs(8, 64, 1023, dtype=BF16), None).cpu_exponentials
+    assert planned(make_inputs(8, 64, 1024, dtype=BF16), None).cpu_exponentials
 
 
 def test_autocast():
