@@ -97,7 +97,7 @@ def test_attention(device, backend):
 
 def test_infinities_and_nan(device):
     """As with 1 - tanh^2: a slope of 0, and NaN."""
-    from lowtide.core.soft_cap import slope_of_tanh
+    from lowtide.core.elementwise import slope_of_tanh
 
     x = torch.tensor([torch.inf, -torch.inf, 1e30, torch.nan, 0.0], device=device)
     assert torch.equal(slope_of_tanh(x).nan_to_num(9.0).cpu(), torch.tensor([0.0, 0.0, 0.0, 9.0, 1.0]))

@@ -10,8 +10,7 @@ compile_ahead/    compile the Triton kernels of a first call side by side, in th
 kernels/          capabilities of the device, launches, and what several operators' kernels use
 collectives       gathers and sums over the ranks of a process group, by its name
 recording/        record what a function does with its tensors; repeat it for tensors alike
-soft_cap          slope of a soft cap, in torch
-exponential       exponentials in place, without a CPU's slow ones
+elementwise       exponentials in place, and the slope of a soft cap, in torch
 autodiff          which transforms are active; gradients that can be differentiated again
 row_function      a function of rows, computed chunk by chunk, with derivatives of any order
 matmul            operands by chunks of rows and blocks of classes; GEMMs with float32 accumulators

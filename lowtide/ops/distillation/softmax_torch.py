@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.exponential import exp_
+from lowtide.core.elementwise import exp_
 from lowtide.ops.linear_cross_entropy.engines.row_math import ByRow, LogitTransform
 
 

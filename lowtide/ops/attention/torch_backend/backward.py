@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.exponential import quick_exp_
+from lowtide.core.elementwise import quick_exp_
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, allocate
 from lowtide.ops.attention.torch_backend.forward import Blockwise
 from lowtide.ops.attention.torch_backend.tiling import Chunk, KeySpan

@@ -43,7 +43,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from lowtide.core.soft_cap import slope_of_tanh
+from lowtide.core.elementwise import slope_of_tanh
 
 # If a row's sum of exponentials is larger, some logit is about 40 above the reference, which is
 # then replaced. e^40 and e^-40 are well inside bfloat16's range.

@@ -191,13 +191,15 @@ class ByteCounts:
         """Return the bytes per token of a chunk, apart from the shared buffer."""
         return self.token_bytes + (self.gathered_row if self.skips and rows < self.N else 0)
 
-    def single_product(self) -> int:
+    def single_product(self, block: int = 0) -> int:
         """Return the bytes of one chunk of all tokens with a single GEMM for dW.
 
+        If the GEMM is rounded from blocks of classes, `block` is the bytes of one, or 0 for the
+        smallest.
         The gradient rows of target classes are formed before the dX GEMM, in the same memory.
         """
         shared = max(self.shared_buffer_bytes(self.N), self.target_rows_bytes)
-        return self.N * self.one_product_row + shared + self.rounded_block
+        return self.N * self.one_product_row + shared + max(block, self.rounded_block)
 
     @property
     def one_chunk(self) -> int:

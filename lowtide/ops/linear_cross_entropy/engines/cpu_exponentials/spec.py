@@ -13,16 +13,14 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
-from lowtide.ops.linear_cross_entropy.planning.memory_model import (
-    SAMPLED_CLASSES,
-    counts_with_float32_sums,
-    with_rounded_blocks,
-)
+from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASSES, counts_with_float32_sums
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
+from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ROUNDED_CLASSES
 
 # Fewest elements of the weight. With fewer, the GEMMs take less time than the Python code around
 # them, which is about the same in all engines.
 FEWEST_WEIGHTS = 1 << 16  # decision 0083
+OF_SHARDED = 16  # times as many for the part of a rank; smaller parts were not measured
 
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
@@ -49,8 +47,9 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         if applies:
             return reason
     classes = options.num_classes // options.ranks if options.sharded else weight.shape[0]
-    if classes * weight.shape[1] < FEWEST_WEIGHTS:
-        return f"it is for heads of {FEWEST_WEIGHTS} weights and more"
+    fewest = FEWEST_WEIGHTS * (OF_SHARDED if options.sharded else 1)
+    if classes * weight.shape[1] < fewest:
+        return f"it is for heads of {fewest} weights and more"
     return _cpu_products_refuse()
 
 
@@ -74,8 +73,16 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         block_logit=size,
         bias_vectors=6,
     )
-    counts = replace(counts, block_row=counts.block_row + call.sum_size * features)
-    return with_rounded_blocks(counts, call)
+    one_product_row, rounded_block = 0, 0
+    if counts.weight_sum and call.options.few_tokens:
+        one_product_row = counts.token_bytes
+        rounded_block = min(call.V, ROUNDED_CLASSES) * counts.class_sum
+    return replace(
+        counts,
+        block_row=counts.block_row + call.sum_size * features,
+        one_product_row=one_product_row,
+        rounded_block=rounded_block,
+    )
 
 
 def shard_token_bytes(call: Call, counts: ByteCounts) -> int:

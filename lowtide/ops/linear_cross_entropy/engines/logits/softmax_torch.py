@@ -9,7 +9,7 @@ these rows at a time.
 import torch
 from torch import Tensor
 
-from lowtide.core.exponential import exp_
+from lowtide.core.elementwise import exp_
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     RowCoefs,
     SoftmaxStats,

@@ -11,10 +11,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, pa
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
-from lowtide.ops.linear_cross_entropy.planning.memory_model import (
-    counts_with_float32_sums,
-    with_rounded_blocks,
-)
+from lowtide.ops.linear_cross_entropy.planning.memory_model import counts_with_float32_sums
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.requirements import triton_unsupported_reason
 
@@ -32,14 +29,13 @@ def _memory_in_torch(call: Call, access: OperandAccess) -> ByteCounts:
     # In torch a rounded gradient is a tensor of its own.
     if access.dtype != options.sum_dtype:
         logit += access.dtype.itemsize
-    counts = counts_with_float32_sums(
+    return counts_with_float32_sums(
         call,
         access,
         logits=padded_classes(call.V, call.device)
         * ((logit if call.needs_grad.some else call.sum_size) + copies),
         block_logit=logit + copies,
     )
-    return with_rounded_blocks(counts, call)
 
 
 def _memory_in_triton(call: Call, access: OperandAccess) -> ByteCounts:

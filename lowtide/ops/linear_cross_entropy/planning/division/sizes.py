@@ -103,7 +103,7 @@ def tiling_bytes(counts: ByteCounts, tiling: Tiling) -> int:
         return counts.fixed + max(counts.chunk(tiling.rows) + copies, block)
     if way == "single_product":
         block = tiling.block_classes * counts.class_sum if counts.rounded_block else 0
-        return counts.fixed + counts.single_product() - counts.rounded_block + block + copies
+        return counts.fixed + counts.single_product(block) + copies
     beside = accumulator_bytes(counts, way, tiling.sum_bits) if way == "packed" else 0
     return counts.fixed + counts.chunk(tiling.rows) + copies + beside
 
@@ -130,9 +130,8 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
     block, sum_room = (0, 0), free // 2
     if way == "single_product" and counts.rounded_block:
         beside = room - counts.single_product() + counts.rounded_block
-        sum_room = min(
-            sum_room, beside, max(counts.rounded_block, ROUNDED_NUMBERS // counts.D * counts.class_sum)
-        )
+        in_cache = max(ROUNDED_NUMBERS * counts.class_sum // counts.D, counts.rounded_block)
+        sum_room = min(beside, in_cache)
     if way in ("class_blocks", "single_product"):
         block = _class_block(free, counts, sum_room)
     return Tiling(rows, V, operand_classes, counts.product_rows, way, bits, *block)

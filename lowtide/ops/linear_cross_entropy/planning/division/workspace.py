@@ -21,8 +21,7 @@ LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
 # as long as with the whole default.
 ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 16 * MIB}, 32, 64, 128
 # Bytes per token, per feature and per class of the vectors that a call holds.
-BESIDE = 256
-HALF = 2  # bytes of a number in half precision
+BESIDE = {"cpu": 64, "cuda": 256}
 
 
 def workspace_bytes(workspace: int | None, device: str, beside: int = 0) -> int:
@@ -40,9 +39,8 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     With few tokens and a large weight gradient, the dense computation may hold only one
     half-precision tensor of the logits' size beside its gradients. A chunk of all tokens holds such
     a tensor too, and some rows in float32 beside it. These are granted (decision 0074), because
-    smaller chunks and other ways to form dW take several times as long. On CUDA they may take ROOM
-    beyond the dense computation, on a CPU they may take that one tensor; on both BESIDE for each
-    number, and `rows` bytes for rows that the dense computation does not hold.
+    smaller chunks and other ways to form dW take several times as long. They may take ROOM, BESIDE
+    for each number and, on CUDA, `rows` bytes for rows that the dense computation does not hold.
     """
     beside = counts.further_terms + (counts.weight_sum if counts.device == "cuda" else 0)
     most = workspace_bytes(workspace, counts.device, beside)
@@ -52,8 +50,8 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     few = on_cuda and not counts.weight_sum and counts.N * FEWEST_CLASSES_PER_TOKEN <= counts.V
     if counts.one_product_row or few:
         one_chunk = counts.with_smaller_products(0).one_chunk
-        held = dense + ROOM["cuda"] if on_cuda else HALF * counts.N * counts.V
-        if one_chunk <= held + BESIDE * (counts.N + counts.D + counts.V) + rows:
+        numbers = BESIDE[counts.device] * (counts.N + counts.D + counts.V)
+        if one_chunk <= dense + ROOM[counts.device] + numbers + rows * on_cuda:
             dense = max(dense, one_chunk)
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))

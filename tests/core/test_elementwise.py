@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowtide.core.exponential import exp_, quick_exp_
+from lowtide.core.elementwise import exp_, quick_exp_
 
 BOTH = pytest.mark.parametrize("exponential", [exp_, quick_exp_], ids=["exp", "quick"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,0 +1,43 @@
+"""Compute functions of single numbers in torch: exponentials in place, and the slope of a soft cap.
+
+triton_helpers.py has the slope for Triton kernels.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+LOG2_E = math.log2(math.e)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """Replace each number by its exponential, and return the tensor.
+
+    Results below four times the least normal number become 0. A result's bits do not depend on the
+    place of its number in the tensor. On a CPU, torch's exp is MKL's. It takes up to 35 times as
+    long where results underflow: at -inf, and from -87 down in float32. Scores that a mask hides
+    are there, and logits of a sharp head. So numbers are clamped first (decision 0082).
+    """
+    if x.device.type != "cpu":
+        return x.exp_()
+    least = torch.finfo(x.dtype).tiny
+    return torch.threshold_(x.clamp_(min=math.log(least) + 1).exp_(), 4 * least, 0.0)
+
+
+def quick_exp_(x: Tensor) -> Tensor:
+    """Replace each number by its exponential, by exp2, and return the tensor.
+
+    On a CPU exp2 takes about half of exp's time. Its last bit can depend on the place of a number
+    in the tensor. The rounding of x log2(e) adds up to about one unit in the last place of x to
+    the exponent.
+    """
+    return x.mul_(LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
+
+
+def slope_of_tanh(x: Tensor) -> Tensor:
+    """Return 1 / cosh(x)^2.
+
+    1 - tanh(x)^2 would lose its digits where the cap is reached and tanh is near 1.
+    """
+    return x.cosh().square_().reciprocal_()
