@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How a weight gradient is formed:
-#   "single_product"  by a single GEMM over all tokens, which rounds in its epilogue
+#   "single_product"  by a single GEMM over all tokens, which rounds in its epilogue, or on a CPU
+#                     from blocks of classes
 #   "accumulate"      by adding each chunk's GEMM to a tensor of the sum's dtype
 #   "packed"          by adding each chunk's GEMM to a sum that lies partly in the gradient's memory
 #   "class_blocks"    a block of classes at a time, over all tokens, rounded once
@@ -30,7 +31,7 @@ class Tiling:
     block_rows: int = 0
     """Tokens per chunk in the walk over class blocks ("class_blocks")."""
     block_classes: int = 0
-    """Classes per block ("class_blocks")."""
+    """Classes per block ("class_blocks", and "single_product" on a CPU)."""
     stored_rows: int = 0
     """Tokens whose exponentials stay in dW's memory ("class_blocks" in "exponentials")."""
     skips_ignored: bool = False

@@ -1,17 +1,23 @@
 """A half-precision weight's gradient, rounded block by block from one chunk of all tokens."""
 
+import itertools
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import RoundedBlocks
-from lowtide.ops.linear_cross_entropy.planning import memory_model
+from lowtide.ops.linear_cross_entropy.operator import planner
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
+from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.division import sizes
 from tests.support.loss import HALVES, check, differentiate, fused, make_inputs, planned, workspace_for
 
-ENGINES = ["logits_torch", "cpu_exponentials"]
+BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -31,44 +37,30 @@ def test_rounded_blocks_equal_whole_sum(block, dtype):
     assert torch.allclose(gradient_VD.double(), wide / 7, rtol=tolerance, atol=1e-6)
 
 
-def takes_one(engine):
-    return lambda plan: plan.engine == engine and plan.weight_gradient == "single_product"
+def takes_one(plan):
+    return plan.cpu_exponentials and plan.weight_gradient == "single_product"
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request, monkeypatch):
-    """One of the engines of a CPU, with blocks of few classes."""
-    if request.param == "cpu_exponentials":
-        if not gemm.available():
-            pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
-        monkeypatch.setattr(cpu_spec, "FEWEST_WEIGHTS", 0)
-    else:
-        monkeypatch.setattr(gemm, "against", lambda: "of a test")
-    monkeypatch.setattr(memory_model, "ROUNDED_CLASSES", 64)
-    monkeypatch.setattr(sizes, "ROUNDED_NUMBERS", 64 * 160)
-    return request.param
+@pytest.fixture
+def _units(monkeypatch):
+    if not gemm.available():
+        pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
+    monkeypatch.setattr(spec, "FEWEST_WEIGHTS", 0)
 
 
-OPTIONS = {
-    "plain": {},
-    "z-loss, scale": {"z_loss": 0.01, "logit_scale": 0.7},
-    "smoothing, soft cap": {"label_smoothing": 0.1, "softcap": 3.0},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.usefixtures("_units")
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.01, "logit_scale": 0.7}], ids=["plain", "options"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("V", [502, 503])
-def test_single_product_gradients_and_workspace(engine, V, dtype, reduction, options):
-    if engine == "cpu_exponentials" and (dtype != torch.bfloat16 or "softcap" in options):
-        pytest.skip("the engine does not run this call")
-    inputs = make_inputs(120, 160, V, dtype=dtype, bias=bool(options), class_weight=bool(options))
+def test_single_product_gradients_and_workspace(monkeypatch, V, reduction, options):
+    monkeypatch.setattr(spec, "ROUNDED_CLASSES", 64)
+    monkeypatch.setattr(sizes, "ROUNDED_NUMBERS", 64 * 160)
+    inputs = make_inputs(120, 160, V, dtype=BF16, bias=bool(options), class_weight=bool(options))
     facts = {name: value for name, value in options.items() if name != "logit_scale"}
-    workspace = workspace_for(inputs, takes_one(engine), **facts)
+    workspace = workspace_for(inputs, takes_one, **facts)
     plan = planned(inputs, workspace, **facts)
     assert plan.rows == 120
-    assert plan.block_classes < V / 4
+    assert plan.block_classes == 64
     upstream = torch.randn(inputs.target.shape) if reduction == "none" else -0.5
     given = {"workspace": workspace, "reduction": reduction, **options}
     actual = differentiate(fused, inputs, upstream, **given)
@@ -81,15 +73,37 @@ def test_single_product_gradients_and_workspace(engine, V, dtype, reduction, opt
     assert peak.bytes <= workspace + gradients + 4 * inputs.target.numel()
 
 
+@pytest.mark.parametrize("room", [0, 1 << 20, 1 << 24, None])
+def test_blocks_are_large_and_fit(monkeypatch, room):
+    """Whatever the sizes, a block has 512 classes or more, and the plan fits in the workspace."""
+    monkeypatch.setattr(gemm, "against", lambda: None)
+    taken = 0
+    for N, D, V in itertools.product((16, 64, 100, 300), (8, 64, 300, 2048), (8192, 30790, 50257)):
+        with FakeTensorMode():
+            x, w = (torch.empty(size, D, dtype=BF16, requires_grad=True) for size in (N, V))
+            head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long)
+            kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
+            options = planner.with_graph_facts(head, Options(compute_dtype=BF16), kind)
+            if room is not None:
+                _, _, counts = planner._memory(Call(head, options, kind))
+                options = options._replace(workspace=counts.one_chunk + room)
+            _, workspace, counts = planner._memory(Call(head, options, kind))
+            plan = planner.make_plan(head, options, kind)
+        if takes_one(plan):
+            taken += 1
+            assert plan.block_classes >= 512
+            assert sizes.tiling_bytes(counts, plan) <= workspace
+    assert taken >= 30
+
+
+@pytest.mark.usefixtures("_units")
 def test_single_product_takes_no_fourth_product(monkeypatch):
     """The head of GPT-2 in bfloat16, in the default workspace: no exponential is computed twice."""
-    if not gemm.available():
-        pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
     calls, exponentials = [], gemm.exponentials
     monkeypatch.setattr(gemm, "exponentials", lambda *a, **k: calls.append(1) or exponentials(*a, **k))
     for tokens in (16, 100, 500):
-        inputs = make_inputs(tokens, 64, 50257, dtype=torch.bfloat16, ignored=0.0)
-        assert takes_one("cpu_exponentials")(planned(inputs, None))
+        inputs = make_inputs(tokens, 64, 50257, dtype=BF16, ignored=0.0)
+        assert takes_one(planned(inputs, None))
         calls.clear()
         differentiate(fused, inputs)
         assert len(calls) == 1
