@@ -21,7 +21,7 @@ from lowtide.ops.attention.definition.operands import AttentionSizes
 # operation, and they stay in the processor's cache between operations.
 TILE = 1 << 20
 # A tile has at most this part of all scores, so that it is small beside them.
-PART = 32
+PART = 64
 # The rows and columns of a tile, if there are at least as many queries (of all R heads) and keys.
 # Products of this size run at full speed. With longer sides a causal mask would hide more of a
 # tile.
