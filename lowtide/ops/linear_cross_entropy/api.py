@@ -169,9 +169,10 @@ def linear_cross_entropy(
         none, backward recomputes the logits (four products).
         A half-precision weight's gradient is summed in float32. A part of this sum lies in the
         gradient's own memory (on Hopper in 24 or 20 bits, on the CPU in float32) where that is
-        quicker, or where the workspace has no room for the whole sum. If even such a sum leaves
-        room for too few rows, the gradient is formed class block by class block, which takes one
-        more product.
+        quicker, or where the workspace has no room for the whole sum. There is no sum if one chunk
+        holds all tokens, at most V / 4, and a single product forms the gradient: on Hopper, or on a
+        CPU with units for bfloat16. If even a sum in part leaves room for too few rows, the
+        gradient is formed class block by class block, which takes one more product.
         The workspace does not count the memory in which products pack their operands. Such memory
         is PyTorch's own, and, on a CPU with units for bfloat16, also lowtide's: up to 0.5 MiB and
         128 bytes a row of a chunk for each thread, and up to 1 MiB or 128 bytes a row that the
