@@ -122,8 +122,7 @@ def _weight(weight_VD: Tensor) -> tuple["_Matrix", ctypes.c_bool]:
     """Return a weight that lies by rows or by columns, and True for columns."""
     by_columns = not lies_by_rows(weight_VD)
     stored = weight_VD.t() if by_columns else weight_VD
-    rows, columns = stored.shape
-    return _matrix(stored, rows, columns, torch.bfloat16), ctypes.c_bool(by_columns)
+    return _matrix(stored, *stored.shape, torch.bfloat16), ctypes.c_bool(by_columns)
 
 
 class _Matrix(ctypes.Structure):
