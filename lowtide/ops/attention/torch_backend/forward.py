@@ -168,8 +168,8 @@ def _sign(x: Tensor) -> Tensor:
 def _hide_(z: Tensor, hidden: Tensor) -> None:
     """Set scores to -inf where `hidden`, which it overwrites, is -1; it is 0 elsewhere.
 
-    On a CPU masked_fill_ takes several times as long as these operations on bits. Like them, and
-    other than arithmetic, it hides nan, too.
+    On a CPU masked_fill_ takes several times as long as these operations on bits. Both hide nan,
+    too, and arithmetic would not (decision 0082).
     """
     bits = z.view(hidden.dtype)
     bits.bitwise_or_(hidden)  # all ones where hidden; -inf has zeros in the mantissa

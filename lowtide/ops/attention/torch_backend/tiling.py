@@ -20,10 +20,10 @@ from lowtide.ops.attention.definition.operands import AttentionSizes
 # The most scores of a tile. Computing so many takes much longer than torch takes to call an
 # operation, and they stay in the processor's cache between operations.
 TILE = 1 << 20
-# A tile has at most this part of all scores, so that it is small beside them.
-PART = 64
+# A tile of several heads has at most 1 / PART of all scores, so that it is small beside them.
+PART = 64  # decision 0082
 # The rows and columns of a tile, if there are at least as many queries (of all R heads) and keys.
-# Products of this size run at full speed. With longer sides a causal mask would hide more of a
+# Products of this size run at full speed. If sides were longer, a causal mask would hide more of a
 # tile.
 SIDE = 512
 

@@ -1,4 +1,4 @@
-"""What a mask hides reaches no row that does not see it, nan and infinities among it."""
+"""A mask keeps hidden keys from all rows, also if the keys are nan or infinite."""
 
 import pytest
 import torch
