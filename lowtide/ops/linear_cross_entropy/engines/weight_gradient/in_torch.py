@@ -127,17 +127,16 @@ class RoundedBlocks:
         """Hold the gradient, which will be `applied` times the sum, and the GEMM of a block."""
         self.gradient_VD, self.applied = gradient_VD, applied
         self.block_classes, self.multiply = block_classes, multiply
-        self.terms: list[Callable[[FloatSum, slice], None]] = []
+        self.targets: tuple[Tensor, Tensor, Tensor, RowNumbers] | None = None
 
     def add_product(
         self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
     ) -> None:
-        self.terms.append(
-            lambda sum, classes: sum.add_product(g_CV[:, classes], x_CD, first=first, last=last)
-        )
+        assert first, "there is one chunk"
+        self.g_CV, self.x_CD = g_CV, x_CD
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: RowNumbers) -> None:
-        self.terms.append(lambda sum, _: sum.add_target_rows(x, coef_N, class_N, order_N))
+        self.targets = x, coef_N, class_N, order_N
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
         raise AssertionError("on a CPU label smoothing is part of the gradient of the logits")
@@ -148,8 +147,9 @@ class RoundedBlocks:
         for classes in blocks(V, self.block_classes):
             B = classes.stop - classes.start
             sum = FloatSum((slice(0, B), sum_BD[:B]), first_class=classes.start, multiply=self.multiply)
-            for add in self.terms:
-                add(sum, classes)
+            sum.add_product(self.g_CV[:, classes], self.x_CD, first=True, last=True)
+            if self.targets is not None:
+                sum.add_target_rows(*self.targets)
             self.gradient_VD[classes] = sum_BD[:B].mul_(self.applied)
 
 
