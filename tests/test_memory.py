@@ -122,13 +122,15 @@ def test_other_threads_unseen():
 @pytest.mark.parametrize("measured", [False, True])
 def test_release_of_what_was_held_before(device, measured):
     """It lowers the peak on CUDA alone, whether another block measured its allocation or not."""
+    if device == "cuda":  # a block that CUDA's allocator kept may be longer than what is asked of it
+        torch.cuda.empty_cache()
     held = []
     with peak_memory(device) if measured else contextlib.nullcontext():
         held.append(block(8, device))
     with peak_memory(device) as peak:
         held.clear()
-        held.append(block(11, device))
-    assert peak.bytes == {"cpu": 11, "cuda": 3}[device] * MIB
+        held.append(block(12, device))
+    assert peak.bytes == {"cpu": 12, "cuda": 4}[device] * MIB
 
 
 def test_size_of_what_lay_there_before():

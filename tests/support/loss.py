@@ -287,11 +287,11 @@ def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, *
 def workspace_for(inputs: Inputs, accept: Callable[[Plan], bool], **options: Any) -> int:
     """The smallest workspace (within a per cent) whose plan is accepted."""
     low = smallest_workspace(lambda workspace: planned(inputs, workspace, **options))
-    high = low + low // 4  # a plan may be that of a narrow range alone
+    high = low + low // 16  # a plan may be that of a narrow range alone
     if accept(planned(inputs, low, **options)):
         return low
     while not accept(planned(inputs, high, **options)):
-        low, high = high, high + high // 4
+        low, high = high, high + high // 16
         assert high < 1 << 40, "no workspace gives such a plan"
     while high - low > low // 100:
         middle = (low + high) // 2

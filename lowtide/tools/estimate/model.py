@@ -91,9 +91,10 @@ def _from_file(setting: Setting) -> EstimatedModel:
     stay_offline()
     try:
         from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-    except ModuleNotFoundError as missing:
+    except ModuleNotFoundError as missing:  # transformers hides the reason behind one of its own
+        reason = missing.__cause__ or missing
         raise UserError(
-            f"{path} needs transformers ({missing}); install it with: pip install '.[hf]' in lowtide's clone"
+            f"{path} needs transformers ({reason}); install it with: pip install '.[hf]' in lowtide's clone"
         ) from missing
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
