@@ -54,7 +54,10 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packed_triton, name, size)
     for name, size in (("BLOCK_C", 16), ("BLOCK_D", 32), ("BLOCK_V", 16), ("SUMMED_ROWS", 8)):
         monkeypatch.setattr(input_gradient, name, size)
-    monkeypatch.setattr(input_gradient, "FEWEST_CLASSES_OF_PART", 16)
+    for module in (input_gradient, byte_counts):
+        monkeypatch.setattr(module, "FEWEST_CLASSES_OF_PART", 16)
+    monkeypatch.setattr(byte_counts, "PART_TILE", (16, 32))
+    monkeypatch.setattr(byte_counts, "MOST_PARTS", 3)
     prepare = matmul.Operand.__init__
 
     def prepare_widened(self, input, weight_VD, dtype, *rest):

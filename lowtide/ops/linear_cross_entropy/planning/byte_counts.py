@@ -25,6 +25,11 @@ TARGETS, TARGETS_BYTES = 512, 1 << 24  # decisions 0016 and 0074
 # the weight takes longer than the GEMM.
 PRODUCT_BYTES, FEWEST_PRODUCT_ROWS = 18 << 20, 256  # decision 0074
 
+# The GEMM of dX with ignored rows has tiles of 128 x 256. It divides the inner dimension of the
+# tiles that do not fill a wave. All tiles together have at most one part for each multiprocessor of
+# an H100 or H200, and a part has at least so many classes.
+PART_TILE, MOST_PARTS, FEWEST_CLASSES_OF_PART = (128, 256), 132, 1024  # decisions 0079 and 0084
+
 
 def targets_at_once(N: int, D: int) -> int:
     """Return how many target classes' rows of the gradient are formed at a time.
@@ -34,6 +39,14 @@ def targets_at_once(N: int, D: int) -> int:
     """
     most = min(TARGETS, N, TARGETS_BYTES // (2 * N + 4 * D))
     return most if most == N else max(1, most - most % (128 if most >= 128 else 8))
+
+
+def parts_bytes(N: int, D: int, V: int) -> int:
+    """Return the float32 bytes of the parts of tiles of dX, if ignored rows are skipped."""
+    tile_rows, most = PART_TILE
+    width = next((each for each in (32, 64, 128) if each >= D), most)
+    tiles, of_tile = -(-N // tile_rows) * -(-D // width), V // FEWEST_CLASSES_OF_PART
+    return min(MOST_PARTS, tiles * of_tile if of_tile > 1 else 0) * tile_rows * width * 4
 
 
 def padded(columns: int, multiple: int = 8) -> int:
@@ -159,6 +172,8 @@ class ByteCounts:
     """Bytes per token of tile partial sums; freed before the dX GEMM."""
     product: int = 0
     """Bytes per row of the float32 result of the dX GEMM."""
+    parts: int = 0
+    """Bytes of the parts of tiles of dX, which take the place of `product` if rows are skipped."""
     longest: int = 0
     """Most tokens of a chunk; 0 for no limit."""
     pipelined_rows: int = 0
@@ -223,7 +238,8 @@ class ByteCounts:
 
     def shared_buffer_bytes(self, rows: int) -> int:
         """Return the bytes of the buffer that tile partial sums and then dX GEMMs share."""
-        return max(rows * self.partials_bytes, min(rows, self.product_rows) * self.product)
+        of_dx = self.parts if self.skips else min(rows, self.product_rows) * self.product
+        return max(rows * self.partials_bytes, of_dx)
 
     def class_block(self, rows: int, classes: int) -> int:
         """Return the bytes of a class block where there are no two sweeps."""
@@ -236,9 +252,12 @@ class ByteCounts:
         return of_all if of_all >= self.N else self._most_rows(room, self._of_token(0))
 
     def _most_rows(self, room: int, of_token: int) -> int:
-        whole = room // (of_token + max(self.partials_bytes, self.product))
-        in_pieces = (room - self.product_rows * self.product) // of_token
-        most = max(whole, min(in_pieces, room // (of_token + self.partials_bytes)))
+        if self.skips:
+            beside_dx = (room - self.parts) // of_token
+        else:
+            in_pieces = (room - self.product_rows * self.product) // of_token
+            beside_dx = max(in_pieces, room // (of_token + self.product))
+        most = min(beside_dx, room // (of_token + self.partials_bytes))
         return min(most, self.longest) if self.longest else most
 
     def packed_bytes(self, bits: int) -> int:

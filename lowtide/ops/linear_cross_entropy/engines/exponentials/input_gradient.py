@@ -21,7 +21,7 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows, row_at
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
-from lowtide.ops.linear_cross_entropy.planning.division.cost_model import FEWEST_CLASSES_OF_PART
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import FEWEST_CLASSES_OF_PART
 
 BLOCK_C, BLOCK_D, BLOCK_V = 128, 256, 64
 STAGES, WARPS = 4, 8
@@ -198,15 +198,15 @@ def input_gradient(
     factor: Tensor | None,
     out_ND: Tensor,
     counted: CountedChunk,
-    part_rows: int = 0,
+    parts_bytes: int = 0,
 ) -> None:
     """Write each row of dX that counts to its own row of out_ND.
 
-    Parts of tiles take at most the memory of `part_rows` rows of dX in float32.
+    Parts of tiles take at most `parts_bytes` bytes.
     """
     (C, V), D, programs = exp_CV.shape, weight_VD.shape[1], multiprocessors(exp_CV.device)
     width = max(32, min(BLOCK_D, triton.next_power_of_2(D)))
-    most_parts = min(programs, part_rows * D // (BLOCK_C * width))
+    most_parts = min(programs, parts_bytes // (4 * BLOCK_C * width))
     blocks = {"PROGRAMS": programs, "FEWEST": FEWEST_CLASSES_OF_PART, "BLOCK_C": BLOCK_C, "BLOCK_D": width}
     operands = describe(exp_CV, BLOCK_C, BLOCK_V), describe(weight_VD, BLOCK_V, width)
     of_rows = (

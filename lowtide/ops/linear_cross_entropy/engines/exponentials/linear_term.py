@@ -33,6 +33,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, Coun
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import parts_bytes
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials
@@ -210,7 +211,7 @@ class LinearTerm:
                 self.dx.applied,
                 self.dx.tensor,
                 counted,
-                part_rows=min(self.plan.rows, self.plan.product_rows),
+                parts_bytes=parts_bytes(self.dx.tensor.shape[0], *self.operand.weight_VD.shape[::-1]),
             )
             return
         dx_CD, target_weight_coef_C = self.dx.tensor[rows], target_weight_coef_N[rows]

@@ -14,6 +14,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
     ByteCounts,
     ClassBlocks,
     exponentials_stride,
+    parts_bytes,
     targets_at_once,
 )
 from lowtide.ops.linear_cross_entropy.planning.call import Call
@@ -84,6 +85,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         target_rows_bytes=target_rows_bytes,
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),
+        parts=max((parts_bytes(call.N, D_k, call.V) for D_k in with_gradient(call)), default=0),
         longest=max(ENOUGH_ROWS, MOST_BYTES // (call.V * size)) if needs_grad.some else 0,
         class_blocks=_class_blocks(call, access) if counts.weight_sum else None,
     )

@@ -11,14 +11,18 @@ that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an 
 
 import functools
 
-MULTIPROCESSORS = 132
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
+    FEWEST_CLASSES_OF_PART,
+    MOST_PARTS,
+    PART_TILE,
+)
+
+MULTIPROCESSORS = MOST_PARTS
 # Seconds that a wave of 128 x 256 tiles takes per element of the inner dimension: 0.73 PFLOP/s
 # (decision 0035).
 SECONDS = 11.9e-9
 TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
-# A GEMM of dX with ignored rows divides its inner dimension into parts of at least so many classes.
-FEWEST_CLASSES_OF_PART = 1024  # decision 0079
-OWN = (128, 256)  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
+OWN = PART_TILE  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
 START = 9e-6  # seconds of a GEMM beside its waves
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
 SOFTCAP = 6.5e-6  # seconds of a tile's soft cap beside its epilogue (decision 0079)
@@ -60,18 +64,17 @@ def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int) 
     )
 
 
-def own_product_seconds(rows: int, columns: int, summed: int, *, part_rows: int) -> float:
+def own_product_seconds(rows: int, columns: int, summed: int) -> float:
     """Return the seconds of the kernels that form dX with ignored rows (input_gradient.py).
 
     `columns` is the number of features. They divide the inner dimension of the tiles of the last
-    wave, if these are few, into parts with the memory of `part_rows` rows.
+    wave, if these are few, into parts.
     """
     tiles_c, tiles_d = -(-rows // OWN[0]), -(-columns // OWN[1])
     waves, divided = -(-tiles_c * tiles_d // MULTIPROCESSORS), 0.0
     wave_c = max(1, MULTIPROCESSORS // tiles_d)
     rest = tiles_c % wave_c * tiles_d
-    most = min(MULTIPROCESSORS, part_rows * columns // (OWN[0] * OWN[1]))
-    parts = min(most // max(1, rest), summed // FEWEST_CLASSES_OF_PART)
+    parts = min(MULTIPROCESSORS // max(1, rest), summed // FEWEST_CLASSES_OF_PART)
     if parts > 1 and waves > tiles_c // wave_c:
         waves, divided = tiles_c // wave_c, 1 / parts
     seconds = (waves + divided) * summed * SECONDS * (1 if _aligned(columns) else UNALIGNED_DX)

@@ -30,7 +30,7 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
 
 # Ignored rows may be skipped in calls of at least so many tokens, up to this ratio of the predicted
 # time with skipping to that without, if no row is ignored.
-FEWEST_TOKENS, MOST_OF_SKIPPING = 2048, 1.03  # decision 0078
+FEWEST_TOKENS, MOST_OF_SKIPPING = 2048, 1.10  # decisions 0078 and 0084
 
 # About this many chunk sizes are compared, in whole tiles between half of what fits and all of it.
 CANDIDATES = 32

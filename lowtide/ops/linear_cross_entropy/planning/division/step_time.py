@@ -47,7 +47,7 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
     V, D = counts.V, counts.D
     logits = cost_model.exponentials_seconds(rows, V, D, softcap=counts.softcap)
     if counts.skips:
-        dx = cost_model.own_product_seconds(rows, D, V, part_rows=min(rows, product_rows))
+        dx = cost_model.own_product_seconds(rows, D, V)
     else:
         dx = cost_model.product_of_rows_seconds(rows, D, V, most=product_rows)
     return logits + dx + _chunk_of_dw(counts, rows, way, bits)
