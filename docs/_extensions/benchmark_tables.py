@@ -90,7 +90,7 @@ def _batches_and_heads(record: Record) -> str:
     return f"{record['batches']}, {heads if heads == key_heads else f'{heads}/{key_heads}'}"
 
 
-def _of_dense(record: Record) -> str:
+def _of_plain(record: Record) -> str:
     return format(1 + float(record["over_plain"]), ".2f")
 
 
@@ -119,7 +119,9 @@ COLUMNS = {
     "predicted ratio": Column("predicted", _number("predicted_ratio", ".2f")),
     "over plain": Column("over plain", _number("over_plain", "+.1%")),
     "over dense": Column("over dense", _number("over_plain", "+.1%")),
-    "of dense": Column("of dense", _of_dense),
+    "of dense": Column("of dense", _of_plain),
+    "of counted": Column("of the counted tokens alone", _of_plain),
+    "ignored": Column("ignored", lambda record: f"{float(record['ignored']):.0%}"),
     "peak": Column("peak beyond, MiB", _number("peak_bytes", ",.0f", 2**-20)),
     "tokens per second": Column("tokens/s", _number("tokens_per_second", ",.0f")),
     "whole peak": Column("peak, GiB", _number("peak_bytes", ".1f", 2**-30)),
@@ -165,7 +167,7 @@ COLUMNS["ms"] = Column("ms", _milliseconds("ms"))
 TEXTS = {
     *("provider", "loss of", "case", "shape", "dtype", "engine", "length", "head"),
     *("model", "ranks", "attention", "square attention", "options", "best of torch"),
-    *("head shape", "tokens", "chunks", "way"),
+    *("head shape", "tokens", "chunks", "ignored", "way"),
 }
 ACROSS: dict[str, Callable[[Record], str | None]] = {"side": _side}
 

@@ -33,6 +33,9 @@ CACHE_LINE, UNALIGNED, UNALIGNED_DX = 128, 1.2, 1.5
 # pipeline reads and writes. TRITON_SPEED is for the sum of a Triton GEMM, whose traffic does not
 # overlap the GEMM. SPEED is for a kernel that only reads and writes.
 SUM_SPEED, TRITON_SPEED, SPEED = 6.5e12, 2.5e12, 3e12
+# Bytes per second of a GEMM that waits for the memory of its operands and its result, as one of few
+# rows does.
+GEMM_SPEED = 3.5e12  # decision 0085
 LAUNCH = 4e-6  # least seconds of a small kernel
 
 
@@ -40,7 +43,8 @@ def exponentials_seconds(rows: int, classes: int, features: int, *, softcap: boo
     """Return the seconds of the kernel that computes exponentials."""
     of_tile = features * SECONDS + EPILOGUE + (SOFTCAP if softcap else 0)
     seconds = _waves(rows, classes, OWN) * of_tile
-    return START + seconds * (1 if _aligned(features) else UNALIGNED)
+    bytes = 2 * ((rows + classes) * features + rows * classes)
+    return START + max(seconds * (1 if _aligned(features) else UNALIGNED), bytes / GEMM_SPEED)
 
 
 def product_seconds(rows: int, columns: int, summed: int, bytes: int) -> float:
@@ -48,7 +52,8 @@ def product_seconds(rows: int, columns: int, summed: int, bytes: int) -> float:
 
     It reads and writes `bytes` bytes of its result, or of the sum to which it adds.
     """
-    return START + _fewest_waves(rows, columns) * summed * SECONDS + bytes / SUM_SPEED
+    seconds = _fewest_waves(rows, columns) * summed * SECONDS + bytes / SUM_SPEED
+    return START + max(seconds, (_operands(rows, columns, summed) + bytes) / GEMM_SPEED)
 
 
 def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int) -> float:
@@ -78,14 +83,16 @@ def own_product_seconds(rows: int, columns: int, summed: int) -> float:
     if parts > 1 and waves > tiles_c // wave_c:
         waves, divided = tiles_c // wave_c, 1 / parts
     seconds = (waves + divided) * summed * SECONDS * (1 if _aligned(columns) else UNALIGNED_DX)
+    seconds = max(seconds, _operands(rows, columns, summed) / GEMM_SPEED)
     traffic = 2 * START + 8 * parts * rest * OWN[0] * OWN[1] / SUM_SPEED if divided else 0
     return START + seconds + traffic
 
 
 def packed_seconds(classes: int, features: int, rows: int, bytes: int, *, pipelined: bool) -> float:
     """Return the seconds of a GEMM whose result is added to a packed sum of so many bytes."""
-    waves = _waves(classes, features, OWN)
-    return START + waves * rows * SECONDS + 2 * bytes / (SUM_SPEED if pipelined else TRITON_SPEED)
+    seconds = _waves(classes, features, OWN) * rows * SECONDS
+    seconds += 2 * bytes / (SUM_SPEED if pipelined else TRITON_SPEED)
+    return START + max(seconds, (_operands(classes, features, rows) + 2 * bytes) / GEMM_SPEED)
 
 
 def traffic_seconds(bytes: int) -> float:
@@ -102,6 +109,11 @@ def three_gemms_seconds(tokens: int, features: int, classes: int, *, chunk: int 
         if times * rows
         for sizes in ((rows, classes, features), (rows, features, classes), (classes, features, rows))
     )
+
+
+def _operands(rows: int, columns: int, summed: int) -> int:
+    """Return the bytes of a GEMM's operands in half precision."""
+    return 2 * (rows + columns) * summed
 
 
 def _aligned(features: int) -> bool:
