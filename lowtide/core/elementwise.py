@@ -1,4 +1,4 @@
-"""Compute functions of single numbers in torch: exponentials in place, and the slope of a soft cap.
+"""Compute functions of single numbers in torch: exponentials, products, a soft cap's slope.
 
 triton_helpers.py has the slope for Triton kernels.
 """
@@ -33,6 +33,14 @@ def quick_exp_(x: Tensor) -> Tensor:
     the exponent.
     """
     return x.mul_(LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """Return x times a factor, in the factor's dtype.
+
+    If the dtypes differ, `x * factor` would hold x in the other dtype as well.
+    """
+    return x * factor if x.dtype == factor.dtype else x.to(factor.dtype).mul_(factor)
 
 
 def slope_of_tanh(x: Tensor) -> Tensor:

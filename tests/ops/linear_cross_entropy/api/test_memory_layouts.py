@@ -77,6 +77,24 @@ def test_layout_memory_input_and_weight(dtype, layout, extras):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("layout", "ignored"), [("columns", False), ("rows", True)])
+def test_layout_memory_input_that_is_copied(dtype, layout, ignored):
+    """By rows in class blocks, in chunks with a sum, and in one chunk."""
+    N, D, V = 40, 1000, 1049
+    x, w = matrix(N, D, layout, dtype), matrix(V, D, "rows", dtype)
+    target = torch.randint(V, (N,))
+    if ignored:
+        target[::20] = -100
+
+    def step(workspace):
+        loss = lowtide.linear_cross_entropy(x, w, target, workspace=workspace)
+        return (loss, *torch.autograd.grad(loss, [x, w]))
+
+    for workspace in range(smallest_workspace(step), 6_000_000, 380_000):
+        assert over(step, workspace) <= 0, workspace
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["one row", "one column", "columns"])
 def test_layout_memory_second_term_and_teacher(layout, dtype):
     N, D, R, V = 24, 40, 12, 500

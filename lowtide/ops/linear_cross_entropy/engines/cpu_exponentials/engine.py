@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import pending_gradient
+from lowtide.core.elementwise import scaled
 from lowtide.core.matmul import blocks
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
@@ -50,7 +51,7 @@ class CpuExponentialsEngine(LossEngine):
         for rows in blocks(self.M, plan.rows):
             row, stat, x_CD = coefs[rows], stats[rows], operand.rows(rows)
             w_CD = operand.weight_VD[row.target_N].to(plan.sum_dtype)
-            logit_C, _ = self.target_logits((w_CD * x_CD).sum(1), row.target_N)
+            logit_C, _ = self.target_logits(scaled(x_CD, w_CD).sum(1), row.target_N)
             e_CV = None if exp_CV is None else exp_CV[: x_CD.shape[0]]
             if take_stats:
                 stat.target_logit_N.copy_(logit_C)
@@ -158,7 +159,7 @@ class CpuExponentialsEngine(LossEngine):
         first: bool,
     ) -> None:
         """Add E^T (c X) to the sum of a block of classes, and the rows h X at their targets."""
-        scaled_CD = (x_CD * c_C[:, None]).to(x_CD.dtype)
+        scaled_CD = scaled(x_CD, c_C[:, None]).to(x_CD.dtype)
         sum.add_product(e_CB, scaled_CD, first=first, last=False)
         del scaled_CD  # free it before `add_target_rows` allocates
         sum.add_target_rows(x_CD, h_C, target_C, slice(None))

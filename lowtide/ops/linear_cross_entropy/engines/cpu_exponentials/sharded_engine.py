@@ -8,6 +8,7 @@ Shapes: N tokens, D features, V classes of this rank; C tokens of a chunk.
 import torch
 from torch import Tensor
 
+from lowtide.core.elementwise import scaled
 from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats, sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.engine import (
     CpuExponentialsEngine,
@@ -105,7 +106,7 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
                 self._exponentials(x_CD, e_CV, row.target_N, stat.max_N)
             return e_CV, None
         if self.V:
-            product_C = (self._target_weights(row) * x_CD).sum(1)
+            product_C = scaled(x_CD, self._target_weights(row)).sum(1)
             logit_C, _ = self.target_logits(product_C, row.target_N.clamp(min=0))
             part = stat.each(torch.empty_like)
             references_C = first_references(logit_C, self._sampled_maxima(x_CD), row)

@@ -60,16 +60,16 @@ def _cpu_products_refuse() -> str | None:
 
 
 def memory(call: Call, access: OperandAccess) -> ByteCounts:
-    """Count per token its exponentials, and three rows of D numbers besides that of dX.
+    """Count per token its exponentials, and two float32 rows of D numbers besides that of dX.
 
-    Two rows are float32: the target's weight, and a product of it. One is a bfloat16 copy.
+    They are the target's weight, and the row of X times this weight.
     """
     size, features = access.dtype.itemsize, sum(call.features)
     logits = call.V * size if call.needs_grad.some else 0
     counts = counts_with_float32_sums(
         call,
         access,
-        logits=logits + (2 * call.sum_size + size) * features,
+        logits=logits + 2 * call.sum_size * features,
         block_logit=size,
         bias_vectors=6,
     )

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from lowtide.core.elementwise import scaled
 from lowtide.core.matmul import blocks, product
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 
@@ -54,11 +55,12 @@ class FloatSum:
             self.multiply(sum_BD, g_CV[:, classes], x_CD, add=not first)
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: RowNumbers) -> None:
-        rows_ND = x[order_N] * self._times_factor(coef_N)[order_N, None]
+        coef_N = self._times_factor(coef_N)
         for classes, sum_BD in self.parts:
             place_N = class_N - (self.first_class + classes.start)
             here = ((place_N >= 0) & (place_N < sum_BD.shape[0])).nonzero()[:, 0]
-            sum_BD.index_add_(0, place_N[here], rows_ND[here])
+            row = order_N[here] if isinstance(order_N, Tensor) else here + (order_N.start or 0)
+            sum_BD.index_add_(0, place_N[here], scaled(x[row], coef_N[row, None]))
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
         row_D = self._times_factor(row_D)
