@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from lowtide.core.kernels.backend import marked_constant
-from lowtide.core.strides import lies_by_rows
+from lowtide.core.strides import multiplies
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
@@ -32,8 +32,8 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         return "it takes operands that are bfloat16"
     # All ranks of a sharded head must choose the same engine, but the layouts of their weights may
     # differ. So accept any layout; `readable` of operator/planner.py copies a weight if needed.
-    if not lies_by_rows(weight) and not options.sharded:
-        return "it takes a weight whose features lie side by side"
+    if not multiplies(weight) and not options.sharded:
+        return "it takes a weight whose features or classes lie side by side"
     refused = {
         "it takes one linear term": others,
         "it computes a loss, and no log-probabilities": call_kind.log_probs,

@@ -12,7 +12,15 @@ from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cp
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.tools.bench.cases import CASES
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
-from tests.support.loss import check, differentiate, fused, make_inputs, planned, workspace_for
+from tests.support.loss import (
+    check,
+    differentiate,
+    fused,
+    make_inputs,
+    planned,
+    smallest_workspace,
+    workspace_for,
+)
 
 BF16 = torch.bfloat16
 REDUCTIONS = ["mean", "sum", "none"]
@@ -82,10 +90,42 @@ def test_class_split_in_two_parts():
     check(differentiate(fused, inputs, workspace=workspace), inputs)
 
 
-def test_weight_by_columns_other_engine():
-    inputs = make_inputs(64, 40, 301, dtype=BF16)
-    by_column = torch.empty(40, 301, dtype=BF16).t().copy_(inputs.linear_weight.detach()).requires_grad_()
-    inputs = replace(inputs, linear_weight=by_column)
+def with_strides(inputs, *strides):
+    """The same numbers in a weight of other strides, with gaps that hold nan."""
+    weight = inputs.linear_weight.detach()
+    size = 1 + sum((length - 1) * stride for length, stride in zip(weight.shape, strides))
+    memory = torch.full((size,), torch.nan, dtype=weight.dtype)
+    changed = memory.as_strided(weight.shape, strides).copy_(weight).requires_grad_()
+    return replace(inputs, linear_weight=changed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "N", "D", "V"),
+    [
+        ("class_blocks", 64, 40, 301),
+        ("class_blocks", 90, 700, 1031),
+        ("packed", 200, 601, 302),
+        ("single_product", 33, 601, 302),
+        ("single_product", 70, 33, 1500),
+    ],
+)
+def test_weight_by_columns(kind, N, D, V):
+    """As a weight of a layer that multiplies x W has it, with and without gaps between columns."""
+    inputs = make_inputs(N, D, V, dtype=BF16, bias=True)
+    if kind == "class_blocks":
+        workspace = smallest_workspace(lambda workspace: planned(inputs, workspace)) * 3 // 2
+    else:
+        workspace = workspace_for(inputs, is_kind(kind))
+    expected = differentiate(fused, inputs, workspace=workspace)
+    for gap in (0, 3):
+        turned = with_strides(inputs, 1, V + gap)
+        assert is_kind(kind)(planned(turned, workspace))
+        found = differentiate(fused, turned, workspace=workspace)
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
+def test_weight_by_neither_other_engine():
+    inputs = with_strides(make_inputs(64, 40, 301, dtype=BF16), 2, 700)
     assert not planned(inputs, None).cpu_exponentials
     check(differentiate(fused, inputs), inputs)
 

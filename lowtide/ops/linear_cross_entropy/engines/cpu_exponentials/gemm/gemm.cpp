@@ -120,8 +120,8 @@ void pack_rows(size k, size depth, size n, Matrix<const bf16> from, bf16* to, si
             _mm512_storeu_si512(to + i * stride + 2 * j, pairs(from, i, j, k, n));
 }
 
-// Store n rows of k features as pairs of features, [k / 2][CLASSES][2].
-void pack_features(size n, size k, Matrix<const bf16> from, bf16* to) {
+// Store n rows of k features as pairs of features, [k / 2][stride][2].
+void pack_features(size n, size k, Matrix<const bf16> from, bf16* to, size stride) {
     __m512i r[16];
     for (size j = 0; j < n; j += 16)
         for (size i = 0; i < k; i += 32) {
@@ -131,7 +131,7 @@ void pack_features(size n, size k, Matrix<const bf16> from, bf16* to) {
             }
             transpose(r);
             for (size pair = 0; pair < 16 && i + 2 * pair < k; pair++)
-                _mm512_store_si512(to + (i + 2 * pair) * CLASSES + 2 * j, r[pair]);
+                _mm512_store_si512(to + (i + 2 * pair) * stride + 2 * j, r[pair]);
         }
 }
 
@@ -215,11 +215,11 @@ extern "C" int lowtide_use(brgemm_function product_of, void (*release)(bool)) tr
 
 // Compute e_ij = exp(scale x_i w_j + bias_j - reference_i), and e_ij = 0 if j is target_i. sum_i is
 // the sum over j of e_ij, taken before they are rounded. largest_i is the row's largest logit other
-// than the target's. bias and e may be null.
+// than the target's. bias and e may be null. If by_columns, w is stored as [D, V].
 extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x, Matrix<const bf16> w,
-                                    float scale, const float* bias, const float* reference,
-                                    const int64_t* target, Matrix<bf16> e, float* sum, float* largest,
-                                    int threads) try {
+                                    bool by_columns, float scale, const float* bias,
+                                    const float* reference, const int64_t* target, Matrix<bf16> e,
+                                    float* sum, float* largest, int threads) try {
     const size blocks = parts_of(V, CLASSES), groups = parts_of(C, GROUP), waiting = D > DEPTH ? GROUP : ROWS;
     // Keep the number of tasks about the same for every C, and with it the number of partial sums.
     const size segments = std::min(std::max<size>(SEGMENTS / groups, 1), blocks);
@@ -234,7 +234,10 @@ extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x
                 const size n = std::min(CLASSES, V - j);
                 for (size d = 0; d < D; d += DEPTH) {
                     const size k = std::min(DEPTH, D - d);
-                    pack_features(n, k, w.from(j, d), packed.get());
+                    if (by_columns)
+                        pack_rows(k, up(k, 2), n, w.from(d, j), packed.get(), CLASSES);
+                    else
+                        pack_features(n, k, w.from(j, d), packed.get(), CLASSES);
                     for (size i = start; i < stop; i += ROWS) {
                         const size m = std::min(ROWS, stop - i);
                         const Matrix<float> logits{u.get() + (i - start) % waiting * CLASSES, CLASSES};
@@ -257,9 +260,9 @@ extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x
     return 1;
 }
 
-// Write e w to out [C, D], or add it if add.
+// Write e w to out [C, D], or add it if add. If by_columns, w is stored as [D, V].
 extern "C" int lowtide_multiply(size C, size D, size V, Matrix<const bf16> e, Matrix<const bf16> w,
-                                Matrix<float> out, bool add, int threads) {
+                                bool by_columns, Matrix<float> out, bool add, int threads) {
     // Give all threads the same number of columns. If there are too few columns for this, divide
     // the rows too.
     const size columns = parts_of(D, up(parts_of(D, COLUMNS), threads));
@@ -272,7 +275,10 @@ extern "C" int lowtide_multiply(size C, size D, size V, Matrix<const bf16> e, Ma
             const size start = task / groups * height, stop = std::min(C, start + height);
             for (size j = 0; j < V; j += DEPTH) {
                 const size k = std::min(DEPTH, V - j);
-                pack_rows(k, up(k, 2), n, w.from(j, d), packed.get(), width);
+                if (by_columns)
+                    pack_features(n, k, w.from(d, j), packed.get(), width);
+                else
+                    pack_rows(k, up(k, 2), n, w.from(j, d), packed.get(), width);
                 for (size i = start; i < stop; i += ROWS)
                     product(std::min(ROWS, stop - i), n, k, e.from(i, j), packed.get(), width, out.from(i, d),
                             add || j > 0, strip.get());

@@ -5,7 +5,8 @@ two. `available()` returns False without a message if the processor has no bfloa
 lacks the functions that gemm.cpp calls, or if there is no compiler. It warns once if the compiler
 fails, or if no directory for the library is safe from other users.
 
-Shapes: C rows, D features, V classes. Each row is contiguous; there may be gaps between rows.
+Shapes: C rows, D features, V classes. Each row is contiguous; there may be gaps between rows. In a
+weight, each column may be contiguous instead.
 """
 
 import ctypes
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lowtide.core.strides import lies_by_rows
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.compiled_library import (
     NoCompilerError,
     NotLoadedError,
@@ -78,7 +80,7 @@ def exponentials(
         "lowtide_exponentials",
         (rows, features, classes),
         _matrix(x_CD, rows, features, torch.bfloat16),
-        _matrix(weight_VD, classes, features, torch.bfloat16),
+        *_weight(weight_VD),
         ctypes.c_float(scale),
         _vector(bias_V, classes, torch.float32),
         _vector(reference_C, rows, torch.float32),
@@ -97,7 +99,7 @@ def multiply(out_CD: Tensor, e_CV: Tensor, weight_VD: Tensor, *, add: bool) -> N
         "lowtide_multiply",
         (rows, features, classes),
         _matrix(e_CV, rows, classes, torch.bfloat16),
-        _matrix(weight_VD, classes, features, torch.bfloat16),
+        *_weight(weight_VD),
         _matrix(out_CD, rows, features, torch.float32),
         ctypes.c_bool(add),
     )
@@ -114,6 +116,14 @@ def multiply_transposed(out_VD: Tensor, e_CV: Tensor, x_CD: Tensor, *, add: bool
         _matrix(out_VD, classes, features, torch.float32),
         ctypes.c_bool(add),
     )
+
+
+def _weight(weight_VD: Tensor) -> tuple["_Matrix", ctypes.c_bool]:
+    """Return a weight that lies by rows or by columns, and True for columns."""
+    by_columns = not lies_by_rows(weight_VD)
+    stored = weight_VD.t() if by_columns else weight_VD
+    rows, columns = stored.shape
+    return _matrix(stored, rows, columns, torch.bfloat16), ctypes.c_bool(by_columns)
 
 
 class _Matrix(ctypes.Structure):
