@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.core.strides import address, copies_rows, maps_input, maps_weight, multiplies
+from lowtide.core.strides import address, copies_rows, lies_by_rows, maps_input, maps_weight, multiplies
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.planning.call import Call, backend_of
 
@@ -53,7 +53,10 @@ def unreadable(head: Head, options: Options) -> tuple[bool, ...]:
             *(not maps_input(each, copies, address) for each, copies in inputs),
             *(not maps_weight(each, dtype, address) for each in head.weights),
         )
-    reads = options.engine != "cpu_exponentials" or multiplies(head.weights[0])
+    if options.engine != "cpu_exponentials":
+        return (False,) * (len(head.inputs) + len(head.weights))
+    # The sharded engine reads some classes, spread over all. Of a weight by columns, no GEMM can.
+    reads = (lies_by_rows if options.sharded else multiplies)(head.weights[0])
     return (*(False for _ in head.inputs), not reads, *(False for _ in head.weights[1:]))
 
 
