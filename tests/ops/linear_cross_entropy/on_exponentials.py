@@ -52,12 +52,10 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(byte_counts, "TARGETS", 16)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(packed_triton, name, size)
-    for name, size in (("BLOCK_C", 16), ("BLOCK_D", 32), ("BLOCK_V", 16), ("SUMMED_ROWS", 8)):
+    for name, size in (("BLOCK_V", 16), ("SUMMED_ROWS", 8)):
         monkeypatch.setattr(input_gradient, name, size)
-    for module in (input_gradient, byte_counts):
-        monkeypatch.setattr(module, "FEWEST_CLASSES_OF_PART", 16)
-    monkeypatch.setattr(byte_counts, "PART_TILE", (16, 32))
-    monkeypatch.setattr(byte_counts, "MOST_PARTS", 3)
+    for name, size in (("DX_TILE", (16, 32)), ("FEWEST_CLASSES_OF_PART", 16), ("MULTIPROCESSORS", 3)):
+        monkeypatch.setattr(byte_counts, name, size)
     prepare = matmul.Operand.__init__
 
     def prepare_widened(self, input, weight_VD, dtype, *rest):

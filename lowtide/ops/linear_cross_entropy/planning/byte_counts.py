@@ -4,13 +4,14 @@
     per token   the logits of a token, and copies of its features and their gradient if dtypes or
                 strides require them
     shared      one buffer of the exponentials engine: first the partial sums of tiles, then the
-                rows of a dX GEMM
+                rows of a dX GEMM, or parts of its tiles
     sum         the accumulator of a rounded weight gradient (weight_gradient.py)
     copy        a block of the weight, if a GEMM cannot read its dtype or strides
 
 Shapes: N tokens, D features, V classes.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 # Tensor-core tiles are 128 rows high. The height of the CPU's row block matters less.
@@ -25,10 +26,11 @@ TARGETS, TARGETS_BYTES = 512, 1 << 24  # decisions 0016 and 0074
 # the weight takes longer than the GEMM.
 PRODUCT_BYTES, FEWEST_PRODUCT_ROWS = 18 << 20, 256  # decision 0074
 
-# The GEMM of dX with ignored rows has tiles of 128 x 256. It divides the inner dimension of the
-# tiles that do not fill a wave. All tiles together have at most one part for each multiprocessor of
-# an H100 or H200, and a part has at least so many classes.
-PART_TILE, MOST_PARTS, FEWEST_CLASSES_OF_PART = (128, 256), 132, 1024  # decisions 0079 and 0084
+MULTIPROCESSORS = 132  # of an H100 or H200
+# The GEMM of dX with ignored rows has tiles of at most this size. It divides the inner dimension of
+# the tiles that do not fill a wave into parts, at most one for each multiprocessor. A part has at
+# least so many classes.
+DX_TILE, FEWEST_CLASSES_OF_PART = (128, 256), 1024  # decisions 0079 and 0084
 
 
 def targets_at_once(N: int, D: int) -> int:
@@ -41,12 +43,20 @@ def targets_at_once(N: int, D: int) -> int:
     return most if most == N else max(1, most - most % (128 if most >= 128 else 8))
 
 
-def parts_bytes(N: int, D: int, V: int) -> int:
-    """Return the float32 bytes of the parts of tiles of dX, if ignored rows are skipped."""
-    tile_rows, most = PART_TILE
-    width = next((each for each in (32, 64, 128) if each >= D), most)
-    tiles, of_tile = -(-N // tile_rows) * -(-D // width), V // FEWEST_CLASSES_OF_PART
-    return min(MOST_PARTS, tiles * of_tile if of_tile > 1 else 0) * tile_rows * width * 4
+def dx_tile(D: int) -> tuple[int, int]:
+    """Return rows and features of a tile of dX with ignored rows."""
+    rows, most = DX_TILE
+    return rows, next((width for width in (32, 64, 128) if D <= width <= most), most)
+
+
+def most_parts(V: int) -> int:
+    """Return the most parts of all tiles of dX together; 0 if no tile is divided."""
+    return MULTIPROCESSORS if V >= 2 * FEWEST_CLASSES_OF_PART else 0
+
+
+def parts_bytes(D: int, V: int) -> int:
+    """Return the bytes of the parts, in float32. N is not asked, because it may be a symbol."""
+    return most_parts(V) * math.prod(dx_tile(D)) * 4
 
 
 def padded(columns: int, multiple: int = 8) -> int:
@@ -237,7 +247,7 @@ class ByteCounts:
         return self if rows == self.product_rows else replace(self, product_rows=rows)
 
     def shared_buffer_bytes(self, rows: int) -> int:
-        """Return the bytes of the buffer that tile partial sums and then dX GEMMs share."""
+        """Return the bytes of the buffer that tile partial sums and then dX's GEMMs share."""
         of_dx = self.parts if self.skips else min(rows, self.product_rows) * self.product
         return max(rows * self.partials_bytes, of_dx)
 

@@ -3,15 +3,18 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from lowtide.core.errors import ArgumentError
 from lowtide.core.kernels import backend
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
+from lowtide.ops.linear_cross_entropy.engines.exponentials import spec
 from lowtide.ops.linear_cross_entropy.operator import ops, planner
 from lowtide.ops.linear_cross_entropy.operator.fake import moved_call, with_new_graph_facts, workspace_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.operands import operand_access
 
 KIB = 1 << 10
 OPERATORS = torch.ops.lowtide
@@ -175,3 +178,23 @@ def test_skipped_rows_keep_the_outputs_of_the_operator(monkeypatch, N, D, V, wor
         assert (plan.weight_gradient == "accumulate") == (way == "accumulate")
         ways.add(plan.weight_gradient)
     assert ways >= {"accumulate", "packed"}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(("D", "V"), [(256, 3000), (1024, 8192)])
+def test_counts_ask_nothing_of_a_symbolic_number_of_tokens(monkeypatch, D, V, trained):
+    """A guard on it would compile a graph once more. (Few tokens are another graph.)"""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
+    shapes = ShapeEnv()
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    with FakeTensorMode(shape_env=shapes) as mode:
+        tokens = mode.from_tensor(torch.empty(4096, 1, device="meta"), symbolic_context=dynamic).shape[0]
+        inputs, weight = (torch.empty(size, D, dtype=torch.bfloat16, device="cuda") for size in (tokens, V))
+        kind = CallKind(NeedsGrad((True,), (trained,), False, False), False, None, False)
+        options = Options(compute_dtype=torch.bfloat16, engine="exponentials")
+        call = Call(Head((inputs,), (weight,)), options, kind)
+        before = len(shapes.guards)
+        counts = spec.SPEC.memory(call, operand_access(call))
+        assert counts.of_skipping().parts > 0
+        assert len(shapes.guards) == before

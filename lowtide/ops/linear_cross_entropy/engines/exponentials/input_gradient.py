@@ -21,9 +21,9 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows, row_at
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import FEWEST_CLASSES_OF_PART
+from lowtide.ops.linear_cross_entropy.planning import byte_counts
 
-BLOCK_C, BLOCK_D, BLOCK_V = 128, 256, 64
+BLOCK_V = 64
 STAGES, WARPS = 4, 8
 GROUP = 8  # row tiles that read a block of the weight's features while it is in the L2 cache
 SUMMED_ROWS = 32  # rows of a tile whose parts a program sums
@@ -198,17 +198,13 @@ def input_gradient(
     factor: Tensor | None,
     out_ND: Tensor,
     counted: CountedChunk,
-    parts_bytes: int = 0,
 ) -> None:
-    """Write each row of dX that counts to its own row of out_ND.
-
-    Parts of tiles take at most `parts_bytes` bytes.
-    """
+    """Write each row of dX that counts to its own row of out_ND."""
     (C, V), D, programs = exp_CV.shape, weight_VD.shape[1], multiprocessors(exp_CV.device)
-    width = max(32, min(BLOCK_D, triton.next_power_of_2(D)))
-    most_parts = min(programs, parts_bytes // (4 * BLOCK_C * width))
-    blocks = {"PROGRAMS": programs, "FEWEST": FEWEST_CLASSES_OF_PART, "BLOCK_C": BLOCK_C, "BLOCK_D": width}
-    operands = describe(exp_CV, BLOCK_C, BLOCK_V), describe(weight_VD, BLOCK_V, width)
+    (rows, width), most_parts = byte_counts.dx_tile(D), min(programs, byte_counts.most_parts(V))
+    fewest = byte_counts.FEWEST_CLASSES_OF_PART
+    blocks = {"PROGRAMS": programs, "FEWEST": fewest, "BLOCK_C": rows, "BLOCK_D": width}
+    operands = describe(exp_CV, rows, BLOCK_V), describe(weight_VD, BLOCK_V, width)
     of_rows = (
         weight_VD, target_C, ignored_C, row_scale_C, target_weight_coef_N, smoothing_coef_C, total_weight_D,
         factor, out_ND,
@@ -218,13 +214,13 @@ def input_gradient(
         *operands, *of_rows, *counted, *strides, C, D, V, most_parts,
         GROUP=GROUP, BLOCK_V=BLOCK_V, **blocks, num_stages=STAGES, num_warps=WARPS,
     )  # fmt: skip
-    if most_parts > 1 and V >= 2 * FEWEST_CLASSES_OF_PART:
-        parts = torch.empty(most_parts * BLOCK_C * width, dtype=torch.float32, device=exp_CV.device)
+    if most_parts > 1:
+        parts = torch.empty(most_parts * rows * width, dtype=torch.float32, device=exp_CV.device)
         _parts_kernel[(programs,)](
             *operands, parts, *counted[1:], C, D, V, most_parts,
             BLOCK_V=BLOCK_V, **blocks, num_stages=STAGES, num_warps=WARPS,
         )  # fmt: skip
-        _sum_parts_kernel[(programs, BLOCK_C // SUMMED_ROWS)](
+        _sum_parts_kernel[(programs, rows // SUMMED_ROWS)](
             parts, *of_rows, *counted, *strides, C, D, V, most_parts,
             **blocks, ROWS=SUMMED_ROWS, num_warps=WARPS,
         )  # fmt: skip

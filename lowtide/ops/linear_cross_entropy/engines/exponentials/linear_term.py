@@ -33,7 +33,6 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, Coun
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import parts_bytes
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials
@@ -211,7 +210,6 @@ class LinearTerm:
                 self.dx.applied,
                 self.dx.tensor,
                 counted,
-                parts_bytes=parts_bytes(self.dx.tensor.shape[0], *self.operand.weight_VD.shape[::-1]),
             )
             return
         dx_CD, target_weight_coef_C = self.dx.tensor[rows], target_weight_coef_N[rows]

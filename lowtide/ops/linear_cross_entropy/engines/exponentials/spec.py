@@ -85,7 +85,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         target_rows_bytes=target_rows_bytes,
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),
-        parts=max((parts_bytes(call.N, D_k, call.V) for D_k in with_gradient(call)), default=0),
+        parts=max((parts_bytes(D_k, call.V) for D_k in with_gradient(call)), default=0),
         longest=max(ENOUGH_ROWS, MOST_BYTES // (call.V * size)) if needs_grad.some else 0,
         class_blocks=_class_blocks(call, access) if counts.weight_sum else None,
     )

@@ -11,18 +11,14 @@ that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an 
 
 import functools
 
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
-    FEWEST_CLASSES_OF_PART,
-    MOST_PARTS,
-    PART_TILE,
-)
+from lowtide.ops.linear_cross_entropy.planning import byte_counts
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import DX_TILE, MULTIPROCESSORS
 
-MULTIPROCESSORS = MOST_PARTS
 # Seconds that a wave of 128 x 256 tiles takes per element of the inner dimension: 0.73 PFLOP/s
 # (decision 0035).
 SECONDS = 11.9e-9
 TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
-OWN = PART_TILE  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
+OWN = DX_TILE  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
 START = 9e-6  # seconds of a GEMM beside its waves
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
 SOFTCAP = 6.5e-6  # seconds of a tile's soft cap beside its epilogue (decision 0079)
@@ -79,7 +75,7 @@ def own_product_seconds(rows: int, columns: int, summed: int) -> float:
     waves, divided = -(-tiles_c * tiles_d // MULTIPROCESSORS), 0.0
     wave_c = max(1, MULTIPROCESSORS // tiles_d)
     rest = tiles_c % wave_c * tiles_d
-    parts = min(MULTIPROCESSORS // max(1, rest), summed // FEWEST_CLASSES_OF_PART)
+    parts = min(MULTIPROCESSORS // max(1, rest), summed // byte_counts.FEWEST_CLASSES_OF_PART)
     if parts > 1 and waves > tiles_c // wave_c:
         waves, divided = tiles_c // wave_c, 1 / parts
     seconds = (waves + divided) * summed * SECONDS * (1 if _aligned(columns) else UNALIGNED_DX)

@@ -49,10 +49,12 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     on_cuda = counts.device == "cuda"
     few = on_cuda and not counts.weight_sum and counts.N * FEWEST_CLASSES_PER_TOKEN <= counts.V
     if counts.one_product_row or few:
-        one_chunk = counts.with_smaller_products(0).one_chunk
         numbers = BESIDE[counts.device] * (counts.N + counts.D + counts.V)
-        if one_chunk <= dense + ROOM[counts.device] + numbers + rows * on_cuda:
-            dense = max(dense, one_chunk)
+        most_held = dense + ROOM[counts.device] + numbers + rows * on_cuda
+        one_chunk = [counts.with_smaller_products(0).one_chunk]
+        if counts.may_skip:  # parts of dX's tiles may take more than a small product
+            one_chunk.append(counts.of_skipping().one_chunk)
+        dense = max([dense, *(each for each in one_chunk if each <= most_held)])
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
     tiling = choose_sizes(limited, counts)

@@ -7,6 +7,7 @@ the rows of a bfloat16 gradient have no room: inputs are float32, under autocast
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -22,11 +23,13 @@ from lowtide.core import matmul
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
+from lowtide.ops.linear_cross_entropy.engines.exponentials import input_gradient
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, in_torch
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.planning import byte_counts, memory_model
+from lowtide.ops.linear_cross_entropy.planning import byte_counts, memory_model, remembered
+from lowtide.ops.linear_cross_entropy.planning.division import sizes
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere, kept_plans, silent  # noqa: F401
 from tests.ops.linear_cross_entropy.options.test_several_terms import in_terms
 
@@ -143,7 +146,7 @@ EXTRAS = {"bias": True, "class_weight": True, "logit_scale": True}
 @pytest.mark.parametrize("frozen", [None, "input", "linear_weight"])
 @pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "all"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(("skips", "copied"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_matches_plan(
     device,
@@ -151,16 +154,24 @@ def test_memory_matches_plan(
     plans,
     monkeypatch,
     kind,
+    skips,
     copied,
     reduction,
     extras,
     frozen,
 ):
-    """In pieces and in chunks. copied: a bfloat16 input, whose gradient cannot hold scaled rows."""
+    """In pieces and in chunks, or with parts of tiles, and gathered rows, where rows are skipped.
+    copied: a bfloat16 input, whose gradient cannot hold scaled rows."""
     if device == "cuda":
         pytest.skip("test_exponentials_modes.py has the card's own sizes")
     N, D, V = 400, 512, 1504
     monkeypatch.setattr(memory_model, "PRODUCT_ROWS", 64)
+    if skips:
+        monkeypatch.setattr(sizes, "FEWEST_TOKENS", 1)
+        monkeypatch.setattr(sizes, "MOST_OF_SKIPPING", math.inf)
+        monkeypatch.setattr(byte_counts, "MULTIPROCESSORS", 200)
+        monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: 200)
+    remembered.forget()
     # On a card it has no temporary where it rounds.
     for module in (accumulators, in_torch):
         monkeypatch.setattr(module, "product", lambda *arguments, **options: None)
@@ -173,7 +184,7 @@ def test_memory_matches_plan(
     if kind != "single_product":
 
         def accepted(plan):
-            return plan.rows >= N // 3 and plan.weight_gradient == kind
+            return plan.rows >= N // 3 and plan.weight_gradient == kind and plan.skips_ignored == skips
 
         workspace = workspace_for(inputs, accepted, backend="triton", compute_dtype=torch.bfloat16)
     if frozen is not None:
@@ -194,6 +205,7 @@ def test_memory_matches_plan(
     assert made.exponentials
     assert made.weight_gradient == kind or frozen == "linear_weight"
     assert made.rows > made.product_rows
+    assert made.skips_ignored == skips
     # Memory reserved for vectors is never all used; rows of targets are formed again before dX.
     unused = 320 * N + 52 * V + 10_000 + (kind == "single_product") * byte_counts.TARGETS * 4 * (N + D)
     foretold = planner.peak_bytes(*arguments)

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gradient
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
+from lowtide.ops.linear_cross_entropy.planning import byte_counts
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     everywhere,  # noqa: F401
@@ -91,10 +92,10 @@ def test_input_gradient_ends_early(device, monkeypatch, counted, D, programs, mo
     """Rows lie where the order says; others are left as they are. Some tiles are split into up to
     six parts, whatever memory lay there before."""
     monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(input_gradient, "FEWEST_CLASSES_OF_PART", 16)
+    monkeypatch.setattr(byte_counts, "FEWEST_CLASSES_OF_PART", 16)
+    monkeypatch.setattr(byte_counts, "MULTIPROCESSORS", most_parts)
     tile = 128 if device == "cuda" else 16
     C, counted, dtype = 5 * tile, counted * tile // 16, dtype_on(device)
-    parts_bytes = most_parts * tile * (64 if device == "cuda" and D > 32 else 32) * 4
     exp_CV = torch.rand(C, 104, device=device).to(dtype)[:, :V]
     weight_VD = torch.randn(V, D, device=device).to(dtype)
     target_C = torch.randint(V, (C,), device=device)
@@ -102,7 +103,7 @@ def test_input_gradient_ends_early(device, monkeypatch, counted, D, programs, mo
     scale_C, coef_C, factor = torch.rand(C, device=device), torch.randn(C, device=device), torch.tensor(0.5)
     out_CD = torch.full((C, D), 7.0, device=device, dtype=dtype)
     chunk = chunk_of(device, counted, C)
-    rest = (None, None, factor.to(device), out_CD, chunk, parts_bytes)
+    rest = (None, None, factor.to(device), out_CD, chunk)
     input_gradient.input_gradient(exp_CV, weight_VD, target_C, ignored_C, scale_C, coef_C, *rest)
     product_CD = exp_CV.double() @ weight_VD.double()
     expected_CD = scale_C[:, None] * product_CD

@@ -244,10 +244,9 @@ def test_bits_of_other_rows(device, monkeypatch, splits):
     """
     if device == "cpu":
         monkeypatch.setattr(numpy, "matmul", _in_one_order)
-    for module in (input_gradient, byte_counts):
-        monkeypatch.setattr(module, "FEWEST_CLASSES_OF_PART", 16 if splits else V)
+    monkeypatch.setattr(byte_counts, "FEWEST_CLASSES_OF_PART", 16 if splits else V)
+    monkeypatch.setattr(byte_counts, "MULTIPROCESSORS", 7)
     monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: 7)
-    monkeypatch.setattr(byte_counts, "MOST_PARTS", 7)
     divided, product = [], input_gradient._parts_kernel
 
     class Counted:
@@ -364,6 +363,7 @@ def test_which_calls_skip(monkeypatch):
             ((16384, 4096, 128256), 1 << 30),
             ((16384, 4096, 131072), 1 << 26),  # class blocks
             ((4096, 4096, 128256), 1 << 31),
+            ((2048, 4096, 128256), None),  # its parts take more than the small product of the default
             ((4096, 2304, 256000), 1 << 32),  # 288 tiles of dX: the last 36 are divided
             ((1024, 4096, 128256), 1 << 30),
             ((32768, 768, 50264), 1 << 30),
@@ -372,4 +372,4 @@ def test_which_calls_skip(monkeypatch):
             ((16384, 1024, 151936), 1 << 28),  # 16 tiles of dX in a chunk, for 132 multiprocessors
         )
     ]
-    assert skips == [True, False, True, True, False, True, True, False, True]
+    assert skips == [True, False, True, True, True, False, True, True, False, True]
