@@ -27,6 +27,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
 )
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning import byte_counts, memory_model, requirements, weight_gradient
+from lowtide.ops.linear_cross_entropy.planning.division import cost_model
 from tests.support.loss import Inputs, check, differentiate, fused, make_inputs, planned
 
 
@@ -54,8 +55,8 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packed_triton, name, size)
     for name, size in (("BLOCK_V", 16), ("SUMMED_ROWS", 8)):
         monkeypatch.setattr(input_gradient, name, size)
-    for name, size in (("DX_TILE", (16, 32)), ("FEWEST_CLASSES_OF_PART", 16), ("MULTIPROCESSORS", 3)):
-        monkeypatch.setattr(byte_counts, name, size)
+    for name, size in (("DX_TILE", (16, 32)), ("FEWEST_CLASSES_OF_PART", 16), ("most_parts", lambda V: 3)):
+        monkeypatch.setattr(cost_model, name, size)
     prepare = matmul.Operand.__init__
 
     def prepare_widened(self, input, weight_VD, dtype, *rest):

@@ -11,7 +11,6 @@
 Shapes: N tokens, D features, V classes.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 # Tensor-core tiles are 128 rows high. The height of the CPU's row block matters less.
@@ -26,12 +25,6 @@ TARGETS, TARGETS_BYTES = 512, 1 << 24  # decisions 0016 and 0074
 # the weight takes longer than the GEMM.
 PRODUCT_BYTES, FEWEST_PRODUCT_ROWS = 18 << 20, 256  # decision 0074
 
-MULTIPROCESSORS = 132  # of an H100 or H200
-# The GEMM of dX with ignored rows has tiles of at most this size. It divides the inner dimension of
-# the tiles that do not fill a wave into parts, at most one for each multiprocessor. A part has at
-# least so many classes.
-DX_TILE, FEWEST_CLASSES_OF_PART = (128, 256), 1024  # decisions 0079 and 0084
-
 
 def targets_at_once(N: int, D: int) -> int:
     """Return how many target classes' rows of the gradient are formed at a time.
@@ -41,22 +34,6 @@ def targets_at_once(N: int, D: int) -> int:
     """
     most = min(TARGETS, N, TARGETS_BYTES // (2 * N + 4 * D))
     return most if most == N else max(1, most - most % (128 if most >= 128 else 8))
-
-
-def dx_tile(D: int) -> tuple[int, int]:
-    """Return rows and features of a tile of dX with ignored rows."""
-    rows, most = DX_TILE
-    return rows, next((width for width in (32, 64, 128) if D <= width <= most), most)
-
-
-def most_parts(V: int) -> int:
-    """Return the most parts of all tiles of dX together; 0 if no tile is divided."""
-    return MULTIPROCESSORS if V >= 2 * FEWEST_CLASSES_OF_PART else 0
-
-
-def parts_bytes(D: int, V: int) -> int:
-    """Return the bytes of the parts, in float32. N is not asked, because it may be a symbol."""
-    return most_parts(V) * math.prod(dx_tile(D)) * 4
 
 
 def padded(columns: int, multiple: int = 8) -> int:

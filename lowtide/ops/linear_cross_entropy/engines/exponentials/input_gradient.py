@@ -21,7 +21,7 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows, row_at
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import describe, halves, multiprocessors, tile_at
-from lowtide.ops.linear_cross_entropy.planning import byte_counts
+from lowtide.ops.linear_cross_entropy.planning.division import cost_model
 
 BLOCK_V = 64
 STAGES, WARPS = 4, 8
@@ -201,8 +201,8 @@ def input_gradient(
 ) -> None:
     """Write each row of dX that counts to its own row of out_ND."""
     (C, V), D, programs = exp_CV.shape, weight_VD.shape[1], multiprocessors(exp_CV.device)
-    (rows, width), most_parts = byte_counts.dx_tile(D), min(programs, byte_counts.most_parts(V))
-    fewest = byte_counts.FEWEST_CLASSES_OF_PART
+    (rows, width), most_parts = cost_model.dx_tile(D), min(programs, cost_model.most_parts(V))
+    fewest = cost_model.FEWEST_CLASSES_OF_PART
     blocks = {"PROGRAMS": programs, "FEWEST": fewest, "BLOCK_C": rows, "BLOCK_D": width}
     operands = describe(exp_CV, rows, BLOCK_V), describe(weight_VD, BLOCK_V, width)
     of_rows = (

@@ -14,10 +14,10 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
     ByteCounts,
     ClassBlocks,
     exponentials_stride,
-    parts_bytes,
     targets_at_once,
 )
 from lowtide.ops.linear_cross_entropy.planning.call import Call
+from lowtide.ops.linear_cross_entropy.planning.division.cost_model import parts_bytes
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
 from lowtide.ops.linear_cross_entropy.planning.memory_model import (
     SAMPLED_CLASSES,

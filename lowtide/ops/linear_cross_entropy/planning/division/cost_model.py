@@ -10,15 +10,18 @@ that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an 
 """
 
 import functools
+import math
 
-from lowtide.ops.linear_cross_entropy.planning import byte_counts
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import DX_TILE, MULTIPROCESSORS
-
+MULTIPROCESSORS = 132
 # Seconds that a wave of 128 x 256 tiles takes per element of the inner dimension: 0.73 PFLOP/s
 # (decision 0035).
 SECONDS = 11.9e-9
 TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
-OWN = DX_TILE  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
+OWN = (128, 256)  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
+# The GEMM of dX with ignored rows has tiles of at most this size. It divides the inner dimension of
+# the tiles that do not fill a wave into parts, at most one for each multiprocessor. A part has at
+# least so many classes.
+DX_TILE, FEWEST_CLASSES_OF_PART = OWN, 1024  # decisions 0079 and 0084
 START = 9e-6  # seconds of a GEMM beside its waves
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
 SOFTCAP = 6.5e-6  # seconds of a tile's soft cap beside its epilogue (decision 0079)
@@ -33,6 +36,22 @@ SUM_SPEED, TRITON_SPEED, SPEED = 6.5e12, 2.5e12, 3e12
 # rows does.
 GEMM_SPEED = 3.5e12  # decision 0085
 LAUNCH = 4e-6  # least seconds of a small kernel
+
+
+def dx_tile(D: int) -> tuple[int, int]:
+    """Return rows and features of a tile of dX with ignored rows."""
+    rows, most = DX_TILE
+    return rows, next((width for width in (32, 64, 128) if D <= width <= most), most)
+
+
+def most_parts(V: int) -> int:
+    """Return the most parts of all tiles of dX together; 0 if no tile is divided."""
+    return MULTIPROCESSORS if V >= 2 * FEWEST_CLASSES_OF_PART else 0
+
+
+def parts_bytes(D: int, V: int) -> int:
+    """Return the bytes of the parts, in float32. N is not asked, because it may be a symbol."""
+    return most_parts(V) * math.prod(dx_tile(D)) * 4
 
 
 def exponentials_seconds(rows: int, classes: int, features: int, *, softcap: bool) -> float:
@@ -75,7 +94,7 @@ def own_product_seconds(rows: int, columns: int, summed: int) -> float:
     waves, divided = -(-tiles_c * tiles_d // MULTIPROCESSORS), 0.0
     wave_c = max(1, MULTIPROCESSORS // tiles_d)
     rest = tiles_c % wave_c * tiles_d
-    parts = min(MULTIPROCESSORS // max(1, rest), summed // byte_counts.FEWEST_CLASSES_OF_PART)
+    parts = min(MULTIPROCESSORS // max(1, rest), summed // FEWEST_CLASSES_OF_PART)
     if parts > 1 and waves > tiles_c // wave_c:
         waves, divided = tiles_c // wave_c, 1 / parts
     seconds = (waves + divided) * summed * SECONDS * (1 if _aligned(columns) else UNALIGNED_DX)

@@ -29,7 +29,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, in_torch
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning import byte_counts, memory_model, remembered
-from lowtide.ops.linear_cross_entropy.planning.division import sizes
+from lowtide.ops.linear_cross_entropy.planning.division import cost_model, sizes
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere, kept_plans, silent  # noqa: F401
 from tests.ops.linear_cross_entropy.options.test_several_terms import in_terms
 
@@ -169,7 +169,7 @@ def test_memory_matches_plan(
     if skips:
         monkeypatch.setattr(sizes, "FEWEST_TOKENS", 1)
         monkeypatch.setattr(sizes, "MOST_OF_SKIPPING", math.inf)
-        monkeypatch.setattr(byte_counts, "MULTIPROCESSORS", 200)
+        monkeypatch.setattr(cost_model, "most_parts", lambda V: 200)
         monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: 200)
     remembered.forget()
     # On a card it has no temporary where it rounds.

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gradient
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
-from lowtide.ops.linear_cross_entropy.planning import byte_counts
+from lowtide.ops.linear_cross_entropy.planning.division import cost_model
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     everywhere,  # noqa: F401
@@ -92,8 +92,8 @@ def test_input_gradient_ends_early(device, monkeypatch, counted, D, programs, mo
     """Rows lie where the order says; others are left as they are. Some tiles are split into up to
     six parts, whatever memory lay there before."""
     monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: programs)
-    monkeypatch.setattr(byte_counts, "FEWEST_CLASSES_OF_PART", 16)
-    monkeypatch.setattr(byte_counts, "MULTIPROCESSORS", most_parts)
+    monkeypatch.setattr(cost_model, "FEWEST_CLASSES_OF_PART", 16)
+    monkeypatch.setattr(cost_model, "most_parts", lambda V: most_parts)
     tile = 128 if device == "cuda" else 16
     C, counted, dtype = 5 * tile, counted * tile // 16, dtype_on(device)
     exp_CV = torch.rand(C, 104, device=device).to(dtype)[:, :V]

@@ -31,8 +31,8 @@ pytest.importorskip("triton")
 from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.engines.exponentials import input_gradient
 from lowtide.ops.linear_cross_entropy.engines.gemm import counted_rows_triton
-from lowtide.ops.linear_cross_entropy.planning import byte_counts, remembered
-from lowtide.ops.linear_cross_entropy.planning.division import sizes, step_time
+from lowtide.ops.linear_cross_entropy.planning import remembered
+from lowtide.ops.linear_cross_entropy.planning.division import cost_model, sizes, step_time
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     everywhere,  # noqa: F401
@@ -244,8 +244,8 @@ def test_bits_of_other_rows(device, monkeypatch, splits):
     """
     if device == "cpu":
         monkeypatch.setattr(numpy, "matmul", _in_one_order)
-    monkeypatch.setattr(byte_counts, "FEWEST_CLASSES_OF_PART", 16 if splits else V)
-    monkeypatch.setattr(byte_counts, "MULTIPROCESSORS", 7)
+    monkeypatch.setattr(cost_model, "FEWEST_CLASSES_OF_PART", 16 if splits else V)
+    monkeypatch.setattr(cost_model, "most_parts", lambda V: 7 * splits)
     monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: 7)
     divided, product = [], input_gradient._parts_kernel
 

@@ -7,9 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.planning import byte_counts, requirements
+from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
-from lowtide.ops.linear_cross_entropy.planning.division import sizes
+from lowtide.ops.linear_cross_entropy.planning.division import cost_model, sizes
 from lowtide.ops.linear_cross_entropy.planning.division.step_time import step_seconds
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 
@@ -119,7 +119,7 @@ def test_input_gradient_of_our_own_divides_the_last_wave(monkeypatch):
         step_seconds(counts.of_skipping(), Tiling(rows, shape[2], shape[2], 4096, "packed", 24))
         for rows in (4096, 4736)
     )
-    monkeypatch.setattr(byte_counts, "FEWEST_CLASSES_OF_PART", shape[2])
+    monkeypatch.setattr(cost_model, "FEWEST_CLASSES_OF_PART", shape[2])
     whole = step_seconds(counts.of_skipping(), Tiling(4736, shape[2], shape[2], 4096, "packed", 24))
     assert many / few == pytest.approx(49.2 / 49.1, rel=0.05)
     assert whole / few == pytest.approx(56.4 / 44.8, rel=0.1)
