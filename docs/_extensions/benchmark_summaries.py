@@ -140,7 +140,7 @@ def attention_summary() -> str:
     def handed(row: Record) -> bool:
         return row["engine"] == "sdpa"
 
-    flex, memory, host = [], [], []
+    flex, memory = [], []
     for rows in cases:
         row, peer = rows.get("lowtide"), rows.get("flex")
         if row is None:
@@ -152,11 +152,6 @@ def attention_summary() -> str:
                     flex.append((ratio, f"{row['case']}, {each}"))
         if row["peak_over_torch"]:
             memory.append((float(row["peak_over_torch"]), row["case"]))
-        if handed(row) and "sdpa" in rows:
-            total = [
-                sum(float(each[f"{one}_host_us"] or 0) for one in passes) for each in (row, rows["sdpa"])
-            ]
-            host.append((total[0] - total[1], row["case"]))
     large = over_torch(lambda row: has_gradient(row) and int(row["queries"]) >= 256)
     return _table(
         [
@@ -170,7 +165,6 @@ def attention_summary() -> str:
             Aim("the same, handed on to torch", 1.03, over_torch(handed)),
             Aim("memory over torch's quickest", 1.0, memory),
             Aim("time over FlexAttention, compiled", 1.0, flex),
-            Aim("µs of the host beyond torch's function, handed on", 15.0, host),
         ]
     )
 

@@ -50,7 +50,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "class probabilities in float32": {"soft": FP32},
     "features that are no multiple of 8": {"features": 4100},
     "a weight [D, V] that is transposed": {"transposed": True},
-    "fewer than 2^20 weights": {"features": 64, "classes": 8192},
+    "fewer than 2^16 weights": {"features": 64, "classes": 512},
     "float32 under autocast to bfloat16": {"dtype": FP32, "products": BF16},
     "float16": {"dtype": FP16},
     "float32": {"dtype": FP32},

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.extended import all_extended_but
 
-trl = pytest.importorskip("trl", minversion="1.16")
+trl = pytest.importorskip("trl", minversion="1.15")
 peft = pytest.importorskip("peft")
 import datasets  # noqa: E402
 import tokenizers  # noqa: E402

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -202,3 +203,19 @@ def test_errors_of_five_dimensions(key, value, bias, message):
             torch.zeros(value),
             None if bias is None else torch.zeros(bias),
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("BlockDiagonalCausalLocalAttentionMask", "pass a causal mask, and window="),
+        ("BlockDiagonalCausalFromBottomRightMask", "pass BlockDiagonalMask, and window=(-1, 0)"),
+        ("BlockDiagonalCausalWithOffsetPaddedKeysMask", "inference with a cache"),
+        ("LowerTriangleMask", "it has AttentionBias, BlockDiagonalCausalMask,"),
+    ],
+)
+def test_mask_of_another_library(name, advice):
+    with pytest.raises(AttributeError, match=re.escape(f"lowtide.attn_bias has no {name}; ")) as caught:
+        getattr(masks, name)
+    assert advice in str(caught.value)
+    assert not hasattr(masks, "__path__")
