@@ -1,4 +1,4 @@
-"""Define a callback for the trainers of TRL (1.16 and later).
+"""Define a callback for the trainers of TRL (1.15 and later).
 
 Use it as
 
