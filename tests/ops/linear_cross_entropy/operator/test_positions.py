@@ -239,6 +239,7 @@ def held(dtype, workspace, wanted, *, rows, classes, positions, reduction="mean"
     x_ND = torch.randn(rows, features, dtype=dtype)
     w_VPD = torch.randn(classes, positions, features, dtype=dtype)
     b_VP, target_NP = torch.randn(classes, positions, dtype=dtype), torch.randint(classes, (rows, positions))
+    target_NP[0, 0] = -100  # so that the CPU copies the rows that count
     options = Options(reduction=reduction, compute_dtype=dtype, workspace=workspace, backend="torch")
     call = (
         [x_ND],
