@@ -208,7 +208,8 @@ def test_errors_of_five_dimensions(key, value, bias, message):
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("BlockDiagonalCausalLocalAttentionMask", "pass a causal mask, and window="),
+        ("BlockDiagonalCausalLocalAttentionMask", "as many keys as queries"),
+        ("BlockDiagonalCausalLocalAttentionFromBottomRightMask", "pass BlockDiagonalMask, and window="),
         ("BlockDiagonalCausalFromBottomRightMask", "pass BlockDiagonalMask, and window=(-1, 0)"),
         ("BlockDiagonalCausalWithOffsetPaddedKeysMask", "inference with a cache"),
         ("LowerTriangleMask", "it has AttentionBias, BlockDiagonalCausalMask,"),
