@@ -1,4 +1,4 @@
-"""Compute functions of single numbers in torch: exponentials, products, a soft cap's slope.
+"""Compute functions of single numbers in torch: exponentials, products, roundings, a cap's slope.
 
 triton_helpers.py has the slope for Triton kernels.
 """
@@ -41,6 +41,23 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     If the dtypes differ, `x * factor` would hold x in the other dtype as well.
     """
     return x * factor if x.dtype == factor.dtype else x.to(factor.dtype).mul_(factor)
+
+
+def rounded_in_place(x_CD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round rows to a dtype of half their size, in their own memory, and return them there.
+
+    They are contiguous. Row i is read at byte 4 i D and written at byte 2 i D. So rows n to 2 n
+    overwrite only rows below n, which have already been read. Row 0 overlaps itself, so it is
+    copied first.
+    """
+    C, first = x_CD.shape[0], 1
+    rounded_CD = x_CD.view(-1).view(dtype)[: x_CD.numel()].view(x_CD.shape)
+    rounded_CD[: min(C, 1)] = x_CD[:1].clone()
+    while first < C:
+        rows = slice(first, min(2 * first, C))
+        rounded_CD[rows] = x_CD[rows]
+        first = rows.stop
+    return rounded_CD
 
 
 def slope_of_tanh(x: Tensor) -> Tensor:

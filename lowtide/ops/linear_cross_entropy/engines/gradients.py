@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowtide.core.elementwise import rounded_in_place
 from lowtide.core.pending_gradient import (
     FP16_EXPONENT,
     PendingGradient,
@@ -193,5 +194,7 @@ class InputRows:
         if self.kept_rows is None:
             scale_into(dx.tensor[rows], dx_CD, dx.applied, self.backend, spent=True)
         else:
-            rounded_CD = dx_CD if dx.applied is None else dx_CD.mul_(dx.applied)
-            dx.tensor[self.kept_rows[rows]] = rounded_CD.to(dx.tensor.dtype)
+            dx_CD = dx_CD if dx.applied is None else dx_CD.mul_(dx.applied)
+            if dx_CD.dtype != dx.tensor.dtype:
+                dx_CD = rounded_in_place(dx_CD, dx.tensor.dtype)
+            dx.tensor[self.kept_rows[rows]] = dx_CD

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from lowtide.core.elementwise import scaled
+from lowtide.core.elementwise import rounded_in_place, scaled
 from lowtide.core.matmul import blocks, product
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 
@@ -98,16 +98,8 @@ class InPlaceSum(FloatSum):
 
     def finish(self) -> None:
         """Round `applied` times the sum to the gradient, in the gradient's memory."""
-        sum_HD, H = self.inside_HD.mul_(self.applied), self.inside_HD.shape[0]
-        # Row i is read at byte 4 i D and written at byte 2 i D. So rows n to 2 n overwrite only
-        # rows below n, which have already been read. Row 0 overlaps itself, so it is copied first.
-        self.gradient_VD[: min(H, 1)] = sum_HD[:1].clone()
-        first = 1
-        while first < H:
-            rows = slice(first, min(2 * first, H))
-            self.gradient_VD[rows] = sum_HD[rows]
-            first = rows.stop
-        self.gradient_VD[H:] = self.beside_BD.mul_(self.applied)
+        rounded_in_place(self.inside_HD.mul_(self.applied), self.gradient_VD.dtype)
+        self.gradient_VD[self.inside_HD.shape[0] :] = self.beside_BD.mul_(self.applied)
 
 
 class RoundedBlocks:
