@@ -79,7 +79,7 @@ def test_layout_memory_input_and_weight(dtype, layout, extras):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("layout", "ignored"), [("columns", False), ("rows", True)])
 def test_layout_memory_input_that_is_copied(dtype, layout, ignored):
-    """By rows in class blocks, in chunks with a sum, and in one chunk."""
+    """A call copies X by rows: in class blocks, in chunks with a sum, and in one chunk."""
     N, D, V = 40, 1000, 1049
     x, w = matrix(N, D, layout, dtype), matrix(V, D, "rows", dtype)
     target = torch.randint(V, (N,))
