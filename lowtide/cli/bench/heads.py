@@ -40,7 +40,7 @@ def heads(
             min=0,
             max=0.99,
             metavar="SHARE",
-            show_default="0.1",
+            show_default="none",
         ),
     ] = None,
     device: DeviceOption = Device.auto,

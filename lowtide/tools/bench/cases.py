@@ -15,7 +15,6 @@ from torch import Tensor
 from lowtide.tools.environment import dtype_name
 
 IGNORE_INDEX = -100
-IGNORED_FRACTION = 0.1
 
 AXES = ("tokens", "classes", "features")
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1, 2)
@@ -40,7 +39,7 @@ class LossCase:
     logits: str = "random"
     largest_logit: float | None = None  # None for random logits.
     softcap: float | None = None
-    ignored: float = IGNORED_FRACTION  # The share of the tokens whose targets are ignored.
+    ignored: float = 0.0  # The share of the tokens whose targets are ignored.
     heads: int = 1  # The heads of this shape whose logits the loss needs: two with a teacher's.
     seed: int = 0  # That of hidden states, head and targets.
     ranks: int = 1

@@ -18,7 +18,7 @@ from lowtide.tools.eager import eager_divergence
 from tests.support.commands import invoke, rows_of, said
 
 SMOKE = next(case for case in CASES if case.name == "smoke-cpu")
-CASE = dataclasses.replace(SMOKE, tokens=40, features=24, classes=56)
+CASE = dataclasses.replace(SMOKE, tokens=40, features=24, classes=56, ignored=0.1)
 
 
 @pytest.fixture(params=DIVERGENCES, ids=lambda divergence: divergence.name)
