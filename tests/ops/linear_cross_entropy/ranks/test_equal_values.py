@@ -1,6 +1,6 @@
 """Fingerprints by which ranks compare tensors on their devices (planning/equal_values.py).
 
-vocab_parallel_modes.py has what a call does with them, on several cards.
+modes/errors.py has what a call does with them, on several cards.
 """
 
 import pytest

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from tests.ops.linear_cross_entropy.ranks.vocab_parallel_modes import Place
+from tests.ops.linear_cross_entropy.ranks.place import Place
 from tests.support.budgets import Inputs
 from tests.support.cuda_graphs import captured
 from tests.support.loss import check, make_inputs, no_synchronisation
