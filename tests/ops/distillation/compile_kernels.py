@@ -7,7 +7,7 @@ one JSON object a line. TRITON_INTERPRET must not be set.
 
 from typing import Any
 
-from tests.ops.linear_cross_entropy.engines.builds import F32, I32, TARGETS, Build
+from tests.ops.linear_cross_entropy.engines.builds.build import F32, I32, TARGETS, Build
 from tests.ops.linear_cross_entropy.engines.compile_kernels import resources
 from tests.support.ahead_of_time import print_all
 

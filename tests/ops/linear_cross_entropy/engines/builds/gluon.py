@@ -1,28 +1,17 @@
-"""How compile_kernels.py says what it builds; and what it builds in Gluon."""
+"""Builds of the kernels in Gluon, which are pipelined; for Hopper alone."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-TARGETS = (80, 90)
-
-F32, I32, I32_PTR, BF16, I64 = "*fp32", "i32", "*i32", "*bf16", "*i64"
-COUNTED = {"count_ptr": I32_PTR, "first_place": I32}
-"""What tells a kernel how many rows of its chunk count."""
-ROUNDING = ("factor_ptr", "class_weight_V_ptr", "smoothing_row_D_ptr")
-
-
-class Build(NamedTuple):
-    module: str
-    kernel: str
-    arguments: dict[str, Any]
-    """By name: a Triton type, or the value of a constexpr (None: a pointer that is not there)."""
-    warps: int
-    stages: int = 3
-    targets: tuple[int, ...] = TARGETS
-    spills: int = 0
-    """Bytes a thread may put aside; only where many options meet."""
-    fuses: bool = True
-    """Whether it is launched with fused multiply-adds."""
-
+from tests.ops.linear_cross_entropy.engines.builds.build import (
+    COUNTED,
+    F32,
+    FOUND,
+    I32,
+    I64,
+    ROUNDING,
+    TILTED,
+    Build,
+)
 
 _LAUNCH = {"PROGRAMS": 132, "GROUP": 8, "STAGES": 4, "REGISTERS": (232, 40)}
 _OPERANDS = {"x_CD": "tensordesc<bf16[64, 64]>", "weight_BD": "tensordesc<bf16[256, 64]>"}
@@ -107,9 +96,7 @@ def _add_product(low: str, **changes: Any) -> Build:
 
 _LAST = {"ADD": True, **dict.fromkeys(ROUNDING, F32), "spills": 8}
 _BENT = {"bias_B_ptr": F32, "scale_ptr": F32}
-_TILTED = {"softmax_coef_C_ptr": F32, "entropy_coef_C_ptr": F32, "GUARDED": True}
-_FOUND = {"mean_ptr": F32, "max_ptr": F32, "argmax_ptr": I32_PTR}
-PIPELINED = {
+BUILDS = {
     "pipeline, exponentials": _pipelined_exponentials(),
     "pipeline, another block": _pipelined_exponentials(ADD=True),
     "pipeline, scale's gradient, another block": _pipelined_exponentials(
@@ -120,8 +107,8 @@ PIPELINED = {
     "pipeline, gradient": _pipelined_exponentials(factor_C_ptr=F32, GUARDED=True, sum_ptr=None),
     "pipeline, bias and scale": _pipelined_exponentials(**_BENT, spills=4),
     "pipeline, scale's gradient": _pipelined_exponentials(scale_ptr=F32, grad_dot_logit_ptr=F32),
-    "pipeline, log-probabilities": _pipelined_exponentials(exp_CB=None, STORE=False, **_FOUND, spills=40),
-    "pipeline, gradient of entropy": _pipelined_exponentials(**_TILTED, spills=8),
+    "pipeline, log-probabilities": _pipelined_exponentials(exp_CB=None, STORE=False, **FOUND, spills=40),
+    "pipeline, gradient of entropy": _pipelined_exponentials(**TILTED, spills=8),
     "pipeline, two terms": _pipelined_exponentials(**_PIPELINE_TERMS),
     "pipeline, two terms, bias and scale": _pipelined_exponentials(**_PIPELINE_TERMS, **_BENT, spills=4),
     "pipeline, distances": _distance_pipeline(),
@@ -138,22 +125,24 @@ PIPELINED = {
     "pipeline, 20 bits, another product": _add_product("u8", ADD=True),
     "pipeline, 20 bits, the last product": _add_product("u8", **_LAST),
 }
-PIPELINED_LEFT_OUT = (
-    "pipeline, sums",
-    "pipeline, known statistics",
-    "pipeline, gradient",
-    "pipeline, bias and scale",
-    "pipeline, scale's gradient",
-    "pipeline, scale's gradient, another block",
-    "pipeline, two terms",
-    "pipeline, two terms, bias and scale",
-    "pipeline, gradient of entropy",
-    "pipeline, distances",
-    "pipeline, distances, sums",
-    "pipeline, distances, two terms",
-    "pipeline, 24 bits, first product",
-    "pipeline, 24 bits, another product",
-    "pipeline, 24 bits, the last product",
-    "pipeline, 20 bits, first product",
-    "pipeline, 20 bits, another product",
-)
+LEFT_OUT = {
+    90: (
+        "pipeline, sums",
+        "pipeline, known statistics",
+        "pipeline, gradient",
+        "pipeline, bias and scale",
+        "pipeline, scale's gradient",
+        "pipeline, scale's gradient, another block",
+        "pipeline, two terms",
+        "pipeline, two terms, bias and scale",
+        "pipeline, gradient of entropy",
+        "pipeline, distances",
+        "pipeline, distances, sums",
+        "pipeline, distances, two terms",
+        "pipeline, 24 bits, first product",
+        "pipeline, 24 bits, another product",
+        "pipeline, 24 bits, the last product",
+        "pipeline, 20 bits, first product",
+        "pipeline, 20 bits, another product",
+    ),
+}
