@@ -1,6 +1,9 @@
-"""Warnings that the tests of options expect."""
+"""What the tests of one option share: inputs with every other option, and warnings to expect."""
 
 import pytest
+
+from tests.ops.linear_cross_entropy.options.test_options import KINDS
+from tests.support.loss import make_inputs
 
 WARNINGS = [
     # Triton's interpreter computes with numpy, which warns of inf - inf.
@@ -10,3 +13,10 @@ WARNINGS = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+ALL = ["all, classes", "all, probabilities"]
+
+
+def made_of(*sizes, kind="plain", **changes):
+    """Make inputs of a kind, and return them with the kind's options."""
+    made, options = {**KINDS, "plain": ({}, {})}[kind]
+    return make_inputs(*sizes, **made | changes), options

@@ -2,16 +2,12 @@
 
 import torch
 
-from tests.ops.linear_cross_entropy.options.test_options import KINDS
-from tests.support.loss import make_inputs
-
-ALL = ["all, classes", "all, probabilities"]
+from tests.ops.linear_cross_entropy.options.helpers import made_of
 
 
-def weighted(*sizes, kind="plain", **changes):
+def weighted(*sizes, **changes):
     """Make inputs of a kind with row weights, and return them with the kind's options."""
-    made, options = {**KINDS, "plain": ({}, {})}[kind]
-    return make_inputs(*sizes, row_weight=True, **made | changes), options
+    return made_of(*sizes, row_weight=True, **changes)
 
 
 def upstream_of(inputs, reduction):

@@ -18,8 +18,8 @@ from tests.ops.linear_cross_entropy.on_exponentials import (
     several_blocks,
     with_options,
 )
-from tests.ops.linear_cross_entropy.options.helpers import WARNINGS
-from tests.ops.linear_cross_entropy.options.row_weight.helpers import ALL, upstream_of, weighted
+from tests.ops.linear_cross_entropy.options.helpers import ALL, WARNINGS
+from tests.ops.linear_cross_entropy.options.row_weight.helpers import upstream_of, weighted
 from tests.ops.linear_cross_entropy.options.test_options import DTYPES, KINDS, REDUCTIONS, check_fused
 from tests.ops.linear_cross_entropy.options.test_options import workspace_of as few
 from tests.ops.linear_cross_entropy.options.test_several_terms import in_terms

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from tests.ops.linear_cross_entropy import kinds
 from tests.ops.linear_cross_entropy.calls import make_call
-from tests.ops.linear_cross_entropy.options.helpers import WARNINGS
-from tests.ops.linear_cross_entropy.options.row_weight.helpers import ALL, weighted
+from tests.ops.linear_cross_entropy.options.helpers import ALL, WARNINGS
+from tests.ops.linear_cross_entropy.options.row_weight.helpers import weighted
 from tests.ops.linear_cross_entropy.options.test_options import REDUCTIONS
 from tests.support.loss import check, dense, differentiate, fused
 

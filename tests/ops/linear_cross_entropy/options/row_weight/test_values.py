@@ -10,8 +10,8 @@ import torch
 
 import lowtide
 from tests.ops.linear_cross_entropy.calls import make_call
-from tests.ops.linear_cross_entropy.options.helpers import WARNINGS
-from tests.ops.linear_cross_entropy.options.row_weight.helpers import ALL, weighted
+from tests.ops.linear_cross_entropy.options.helpers import ALL, WARNINGS
+from tests.ops.linear_cross_entropy.options.row_weight.helpers import weighted
 from tests.ops.linear_cross_entropy.options.test_options import DTYPES, REDUCTIONS, check_fused
 from tests.support.loss import HALVES, check, differentiate, fused
 
