@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import lowtide
 from lowtide.deferred import chunks
+from lowtide.deferred.reductions import log_probs
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred, roundings
 from tests.ops.chunked_loss.helpers import close
 
@@ -153,3 +154,15 @@ def test_row_metadata():
         assert torch.zeros_like(logits).device.type == "cpu"
         assert repr(logits) == "DeferredLogits(shape=[3, 7, 63], dtype=torch.bfloat16, device=cpu)"
         assert deferral.materialized == {}
+
+
+def test_entropy_with_impossible_class():
+    logits = torch.tensor([[0.3, -torch.inf, 1.0]], requires_grad=True)
+    possible = logits.detach()[:, [0, 2]].requires_grad_()
+    found = log_probs(logits, torch.tensor([2])).entropy
+    expected = torch.distributions.Categorical(logits=possible).entropy()
+    close(found, expected, torch.float32)
+    (of_logits,) = torch.autograd.grad(found, logits)
+    (of_possible,) = torch.autograd.grad(expected, possible)
+    assert of_logits[0, 1] == 0
+    close(of_logits[:, [0, 2]], of_possible, torch.float32)
