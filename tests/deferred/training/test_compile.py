@@ -1,0 +1,110 @@
+"""Models and losses that torch.func and torch.compile trace, beside the same without the
+deferral.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lowtide
+from tests.deferred.helpers import V, make
+from tests.ops.chunked_loss.helpers import close
+from tests.support.extended import all_extended_but
+from tests.support.graphs import needs_tracing
+
+
+def test_torch_func():
+    model, tokens, targets = make()
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (tokens, targets))[1]
+
+    expected = torch.func.grad(loss)(parameters)
+    with lowtide.defer_logits(model):
+        found = torch.func.grad(loss)(parameters)
+    close(list(found.values()), list(expected.values()))
+
+
+@needs_tracing
+@pytest.mark.parametrize(
+    "backend", all_extended_but(["eager", "aot_eager"], ["eager", "aot_eager", "inductor"])
+)
+def test_compile_one_graph(backend):
+    model, tokens, targets = make(tied=True)
+    loss = model(tokens, targets)[1]
+    expected = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    torch._dynamo.reset()
+    with lowtide.defer_logits(model):
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        logits, loss = compiled(tokens, targets)
+        close([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], expected)
+        assert type(logits).__name__ == "DeferredLogits"
+        logits = compiled(tokens)[0]
+        outside = F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
+        close([outside.detach(), *torch.autograd.grad(outside, list(model.parameters()))], expected)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its guards do not look at a submodule's class")
+@needs_tracing
+def test_compile_before_deferral():
+    model, tokens, _ = make()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert isinstance(compiled(tokens)[0], torch.Tensor)
+    with lowtide.defer_logits(model):
+        assert type(compiled(tokens)[0]).__name__ == "DeferredLogits"
+    assert isinstance(compiled(tokens)[0], torch.Tensor)
+
+
+def sigmoid(logits, targets):
+    return logits.sigmoid().mean()
+
+
+def in_place(logits, targets):
+    logits = logits * 2
+    logits[..., 0] = 0.0
+    return F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
+
+
+GRAPH = {
+    "classes second": lambda z, y: F.cross_entropy(z.transpose(1, 2), y, ignore_index=-1),
+    "soft cap, shifted": lambda z, y: F.cross_entropy(
+        (5 * torch.tanh(z / 5))[:, :-1].reshape(-1, V), y[:, 1:].flatten(), ignore_index=-1
+    ),
+    "log-probabilities": lambda z, y: z.log_softmax(-1).gather(-1, y.clamp(min=0)[..., None]).mean(),
+    "logsumexp": lambda z, y: z.logsumexp(-1).square().mean(),
+}
+REAL = {"real logits": sigmoid, "a change in place": in_place}
+BREAKS = {
+    "CrossEntropyLoss": lambda z, y: nn.CrossEntropyLoss(ignore_index=-1)(z.view(-1, V), y.view(-1)),
+    "argmax": lambda z, y: z.logsumexp(-1).mean() + z.argmax(-1).double().mean(),
+    "entropy": lambda z, y: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(-1).mean(),
+}
+
+
+@needs_tracing
+# torch.compile's own, where a graph breaks
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    "name",
+    all_extended_but(["classes second", "logsumexp", *REAL, "CrossEntropyLoss"], [*GRAPH, *REAL, *BREAKS]),
+)
+def test_compile(name):
+    """In one graph, or right nevertheless."""
+    use = (GRAPH | REAL | BREAKS)[name]
+    model, tokens, targets = make()
+    loss = use(model(tokens)[0], targets)
+    expected = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    torch._dynamo.reset()
+    with lowtide.defer_logits(model):
+        compiled = torch.compile(
+            lambda: use(model(tokens)[0], targets), fullgraph=name not in BREAKS, backend="eager"
+        )
+        warns = pytest.warns(lowtide.deferred.RealLogitsWarning) if name in REAL else contextlib.nullcontext()
+        with warns:
+            loss = compiled()
+        close([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], expected)
