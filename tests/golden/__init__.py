@@ -6,7 +6,10 @@
 
 Modules:
     calls       the table: each call by its name
+    given       the inputs of a call
     operators   how a row of the table becomes inputs and a function of them; public functions alone
+    attention   the same for attention
+    derivatives ways to run that function
     inside      all that reaches into the package, to be adapted when modules move
     record      runs a call, and describes what it returned
     host        how long the host takes

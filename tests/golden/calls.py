@@ -9,7 +9,8 @@ import torch
 
 from lowtide import attn_bias
 from tests.golden import operators as op
-from tests.golden.operators import BF16, F16, F32, F64, Make
+from tests.golden.attention import attention, merged_attention, torchs_attention
+from tests.golden.given import BF16, F16, F32, F64, Make
 
 CPU, CUDA, BOTH = ("cpu",), ("cuda",), ("cpu", "cuda")
 MIB = 1 << 20
@@ -177,12 +178,12 @@ DERIVATIVES = {
     "loss, hessian": Call(op.loss(3, 4, 7, F64, z_loss=0.1), "hessian"),
     "log-probs, double backward": Call(op.log_probs(40, 12, 51, F64, bias=True), "double_backward"),
     "attention, double backward": Call(
-        op.attention(2, 9, 2, 4, F64, bias=(1, 2, 1, 9), mask=attn_bias.LowerTriangularMask()),
+        attention(2, 9, 2, 4, F64, bias=(1, 2, 1, 9), mask=attn_bias.LowerTriangularMask()),
         "double_backward",
     ),
-    "attention, handed on, double backward": Call(op.attention(1, 16, 2, 8), "double_backward"),
-    "attention, jvp": Call(op.attention(2, 9, 2, 4, softcap=3.0), "jvp"),
-    "attention, vmap(grad)": Call(op.torchs_attention((2,), 9, 2, 4, is_causal=True), "vmap_of_grad"),
+    "attention, handed on, double backward": Call(attention(1, 16, 2, 8), "double_backward"),
+    "attention, jvp": Call(attention(2, 9, 2, 4, softcap=3.0), "jvp"),
+    "attention, vmap(grad)": Call(torchs_attention((2,), 9, 2, 4, is_causal=True), "vmap_of_grad"),
     "chunked loss, double backward": Call(op.chunked(30, 8, 21, F64, chunk_size=8), "double_backward"),
     "chunked loss, jvp": Call(op.chunked(30, 8, 21, chunk_size=8, mode="recompute"), "jvp"),
     "distillation, double backward": Call(
@@ -195,65 +196,59 @@ BLOCKS = attn_bias.BlockDiagonalCausalMask.from_seqlens((100, 3, 97))
 
 ATTENTION = {
     # Torch's own kernels.
-    "attention, handed on": Call(op.attention(2, 120, 4, 32), devices=CPU),
-    "attention, handed on, causal, key heads": Call(
-        op.attention(2, 120, 4, 32, G=2, mask=CAUSAL), devices=CPU
-    ),
-    "attention, handed on, bfloat16": Call(
-        op.attention(2, 256, 4, 64, BF16), devices=CUDA, deterministic=True
-    ),
+    "attention, handed on": Call(attention(2, 120, 4, 32), devices=CPU),
+    "attention, handed on, causal, key heads": Call(attention(2, 120, 4, 32, G=2, mask=CAUSAL), devices=CPU),
+    "attention, handed on, bfloat16": Call(attention(2, 256, 4, 64, BF16), devices=CUDA, deterministic=True),
     "attention, handed on, float16, causal, key heads": Call(
-        op.attention(2, 256, 4, 64, F16, G=2, mask=CAUSAL), devices=CUDA, deterministic=True
+        attention(2, 256, 4, 64, F16, G=2, mask=CAUSAL), devices=CUDA, deterministic=True
     ),
-    "attention, handed on, compiled": Call(op.attention(2, 120, 4, 32, mask=CAUSAL), "compiled", CPU),
+    "attention, handed on, compiled": Call(attention(2, 120, 4, 32, mask=CAUSAL), "compiled", CPU),
     "attention, handed on, bfloat16, compiled": Call(
-        op.attention(2, 256, 4, 64, BF16, mask=CAUSAL), "compiled", CUDA, deterministic=True
+        attention(2, 256, 4, 64, BF16, mask=CAUSAL), "compiled", CUDA, deterministic=True
     ),
     # Our own: tiles in torch on the CPU, Triton on CUDA.
-    "attention, bfloat16, causal": Call(op.attention(2, 200, 4, 32, BF16, mask=CAUSAL, backend="torch")),
-    "attention, float32, E above K": Call(op.attention(2, 200, 4, 32, E=48)),
-    "attention, float64": Call(op.attention(2, 90, 2, 24, F64, mask=FROM_BOTTOM_RIGHT, N=131)),
-    "attention, a bias for each score": Call(op.attention(2, 200, 4, 32, bias=(2, 4, 200, 200))),
-    "attention, a bias for each key": Call(
-        op.attention(2, 200, 4, 32, G=2, bias=(2, 1, 1, 200), mask=CAUSAL)
-    ),
-    "attention, a bias for each head and key": Call(op.attention(2, 200, 4, 32, BF16, bias=(1, 4, 1, 200))),
-    "attention, a bias for all heads": Call(op.attention(2, 200, 4, 32, BF16, bias=(1, 1, 200, 200))),
-    "attention, bool mask": Call(op.attention(2, 200, 4, 32, visible=(2, 1, 200, 200))),
-    "attention, sequences": Call(op.attention(1, 200, 4, 32, BF16, G=2, mask=BLOCKS)),
+    "attention, bfloat16, causal": Call(attention(2, 200, 4, 32, BF16, mask=CAUSAL, backend="torch")),
+    "attention, float32, E above K": Call(attention(2, 200, 4, 32, E=48)),
+    "attention, float64": Call(attention(2, 90, 2, 24, F64, mask=FROM_BOTTOM_RIGHT, N=131)),
+    "attention, a bias for each score": Call(attention(2, 200, 4, 32, bias=(2, 4, 200, 200))),
+    "attention, a bias for each key": Call(attention(2, 200, 4, 32, G=2, bias=(2, 1, 1, 200), mask=CAUSAL)),
+    "attention, a bias for each head and key": Call(attention(2, 200, 4, 32, BF16, bias=(1, 4, 1, 200))),
+    "attention, a bias for all heads": Call(attention(2, 200, 4, 32, BF16, bias=(1, 1, 200, 200))),
+    "attention, bool mask": Call(attention(2, 200, 4, 32, visible=(2, 1, 200, 200))),
+    "attention, sequences": Call(attention(1, 200, 4, 32, BF16, G=2, mask=BLOCKS)),
     "attention, window, soft cap, dropout, logsumexp": Call(
-        op.attention(2, 200, 4, 32, window=(40, 7), softcap=3.0, p=0.2, seed=5, logsumexp=True)
+        attention(2, 200, 4, 32, window=(40, 7), softcap=3.0, p=0.2, seed=5, logsumexp=True)
     ),
-    "attention, drawn dropout": Call(op.attention(2, 200, 4, 32, BF16, p=0.3)),
-    "attention, many features": Call(op.attention(1, 200, 2, 320, BF16, bias=(1, 2, 200, 200))),
+    "attention, drawn dropout": Call(attention(2, 200, 4, 32, BF16, p=0.3)),
+    "attention, many features": Call(attention(1, 200, 2, 320, BF16, bias=(1, 2, 200, 200))),
     "attention, in torch": Call(
-        op.attention(2, 600, 2, 32, mask=CAUSAL, bias=(1, 2, 1, 600), backend="torch", logsumexp=True)
+        attention(2, 600, 2, 32, mask=CAUSAL, bias=(1, 2, 1, 600), backend="torch", logsumexp=True)
     ),
-    "attention, reference": Call(op.attention(2, 60, 2, 16, bias=(1, 2, 60, 60), backend="reference")),
-    "attention, no gradients": Call(op.attention(2, 200, 4, 32, BF16, window=(30, 30)), "values"),
-    "attention, autocast": Call(op.attention(2, 200, 4, 32, window=(30, 30)), autocast=BF16),
-    "attention, compiled": Call(op.attention(2, 200, 4, 32, bias=(1, 4, 1, 200)), "compiled"),
-    "attention, merged": Call(op.merged_attention(2, 150, 2, 32)),
+    "attention, reference": Call(attention(2, 60, 2, 16, bias=(1, 2, 60, 60), backend="reference")),
+    "attention, no gradients": Call(attention(2, 200, 4, 32, BF16, window=(30, 30)), "values"),
+    "attention, autocast": Call(attention(2, 200, 4, 32, window=(30, 30)), autocast=BF16),
+    "attention, compiled": Call(attention(2, 200, 4, 32, bias=(1, 4, 1, 200)), "compiled"),
+    "attention, merged": Call(merged_attention(2, 150, 2, 32)),
     "attention, torch's signature": Call(
-        op.torchs_attention((2,), 200, 4, 32, attn_mask=(4, 200, 200), is_causal=True)
+        torchs_attention((2,), 200, 4, 32, attn_mask=(4, 200, 200), is_causal=True)
     ),
     "attention, torch's signature, bool mask": Call(
-        op.torchs_attention((3, 2), 40, 4, 32, BF16, N=70, G=2, enable_gqa=True, visible=(40, 70))
+        torchs_attention((3, 2), 40, 4, 32, BF16, N=70, G=2, enable_gqa=True, visible=(40, 70))
     ),
-    "attention, torch's signature, dropout": Call(op.torchs_attention((2,), 90, 2, 32, dropout_p=0.2)),
+    "attention, torch's signature, dropout": Call(torchs_attention((2,), 90, 2, 32, dropout_p=0.2)),
     # Interpreted on the CPU.
-    "attention, triton": Call(op.attention(1, 40, 2, 16, E=24, mask=CAUSAL, backend="triton")),
+    "attention, triton": Call(attention(1, 40, 2, 16, E=24, mask=CAUSAL, backend="triton")),
     "attention, triton, a bias for each score": Call(
-        op.attention(2, 40, 2, 16, bias=(1, 2, 40, 40), backend="triton")
+        attention(2, 40, 2, 16, bias=(1, 2, 40, 40), backend="triton")
     ),
     "attention, triton, everything": Call(
-        op.attention(
+        attention(
             *(1, 40, 2, 16),
             **{"G": 1, "bias": (1, 2, 1, 40), "softcap": 3.0, "window": (20, 5), "p": 0.3, "seed": 4},
             **{"logsumexp": True, "backend": "triton"},
         )
     ),
-    "attention, triton, bfloat16": Call(op.attention(1, 40, 2, 16, BF16, p=0.2, seed=3, backend="triton")),
+    "attention, triton, bfloat16": Call(attention(1, 40, 2, 16, BF16, p=0.2, seed=3, backend="triton")),
 }
 
 OTHERS = {

@@ -1,13 +1,10 @@
-"""How a row of the table becomes inputs, and a function of those that are differentiated.
+"""How a row of the table becomes inputs, and a function of those that are differentiated, for each
+operator but attention.
 
-Shapes: N tokens, D features, V classes; of attention B batches, M queries, N keys, H query heads, G
-key heads, K features of queries and keys, E of values.
+Shapes: N tokens, D features, V classes.
 """
 
-import contextlib
 import functools
-import zlib
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,49 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import attn_bias, losses
+from lowtide import losses
 from lowtide.ops import distillation
 from tests.golden import inside
-
-F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
-
-Outputs = dict[str, Tensor]
-Function = Callable[..., Any]
-"""Of the differentiated tensors, in their order: a tensor, or a tuple or dict with numbers."""
-
-
-class Given:
-    """Inputs of one call: drawn on the CPU by a generator that its name seeds, then moved."""
-
-    def __init__(self, name: str, device: str) -> None:
-        self.device, self.generator = device, torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        self.leaves: dict[str, Tensor] = {}
-
-    def numbers(self, *shape: int, dtype: torch.dtype = F32, scale: float = 1.0) -> Tensor:
-        drawn = torch.randn(shape, generator=self.generator).mul_(scale)
-        return drawn.to(dtype).to(self.device)
-
-    def leaf(self, name: str, *shape: int, dtype: torch.dtype = F32, scale: float = 1.0) -> Tensor:
-        return self.track(name, self.numbers(*shape, dtype=dtype, scale=scale))
-
-    def track(self, name: str, tensor: Tensor) -> Tensor:
-        self.leaves[name] = tensor.requires_grad_()
-        return tensor
-
-    def weight(self, name: str, V: int, *rest: int, dtype: torch.dtype = F32) -> Tensor:
-        return self.leaf(name, V, *rest, dtype=dtype, scale=2 / rest[-1] ** 0.5)
-
-    def classes(self, V: int, *shape: int, ignore_index: int | None = None) -> Tensor:
-        target = torch.randint(V, shape, generator=self.generator)
-        ignored = torch.rand(shape, generator=self.generator) < 0.2
-        return target.masked_fill_(ignored, -100 if ignore_index is None else ignore_index).to(self.device)
-
-    def bools(self, *shape: int, rate: float = 0.7) -> Tensor:
-        return (torch.rand(shape, generator=self.generator) < rate).to(self.device)
-
-
-Make = Callable[[Given], Function]
-
+from tests.golden.given import F32, Function, Given, Make
 
 # The linear cross-entropy.
 
@@ -144,98 +102,6 @@ def log_probs(
         def function(input: Tensor, weight: Tensor, *others: Tensor) -> Any:
             own = dict(zip(list(given.leaves)[2:], others))
             return lowtide.linear_log_probs(input, weight, target, **own, **options)
-
-        return function
-
-    return make
-
-
-# Attention.
-
-
-def attention(
-    B: int,
-    M: int,
-    H: int,
-    K: int,
-    dtype: torch.dtype = F32,
-    *,
-    N: int | None = None,
-    G: int | None = None,
-    E: int | None = None,
-    mask: attn_bias.AttentionBias | None = None,
-    bias: tuple[int, ...] | None = None,
-    visible: tuple[int, ...] | None = None,
-    logsumexp: bool = False,
-    **options: Any,
-) -> Make:
-    """bias: the shape of one that is trained; visible: that of a bool mask."""
-    N, G, E = N or M, G or H, E or K
-    function_of = (
-        lowtide.memory_efficient_attention_with_lse if logsumexp else lowtide.memory_efficient_attention
-    )
-
-    def make(given: Given) -> Function:
-        for name, shape in {"query": (B, M, H, K), "key": (B, N, G, K), "value": (B, N, G, E)}.items():
-            given.leaf(name, *shape, dtype=dtype)
-        if bias is not None:
-            given.leaf("bias", *bias, dtype=dtype)
-        seen = None if visible is None else given.bools(*visible)
-
-        def function(query: Tensor, key: Tensor, value: Tensor, trained: Tensor | None = None) -> Any:
-            of_scores = mask if trained is None else trained if mask is None else mask.add_bias(trained)
-            return function_of(query, key, value, of_scores if seen is None else seen, **options)
-
-        return function
-
-    return make
-
-
-def torchs_attention(
-    leading: tuple[int, ...],
-    M: int,
-    H: int,
-    K: int,
-    dtype: torch.dtype = F32,
-    *,
-    N: int | None = None,
-    G: int | None = None,
-    attn_mask: tuple[int, ...] | None = None,
-    visible: tuple[int, ...] | None = None,
-    **options: Any,
-) -> Make:
-    """scaled_dot_product_attention; attn_mask: shape of a trained one; visible: of a bool one."""
-    N, G = N or M, G or H
-
-    def make(given: Given) -> Function:
-        given.leaf("query", *leading, H, M, K, dtype=dtype)
-        given.leaf("key", *leading, G, N, K, dtype=dtype)
-        given.leaf("value", *leading, G, N, K, dtype=dtype)
-        if attn_mask is not None:
-            given.leaf("attn_mask", *attn_mask, dtype=dtype)
-        seen = None if visible is None else given.bools(*visible)
-
-        def function(query: Tensor, key: Tensor, value: Tensor, trained: Tensor | None = None) -> Tensor:
-            return lowtide.scaled_dot_product_attention(
-                query, key, value, trained if seen is None else seen, **options
-            )
-
-        return function
-
-    return make
-
-
-def merged_attention(B: int, M: int, H: int, K: int) -> Make:
-    def make(given: Given) -> Function:
-        for name in ("query", "key", "value"):
-            given.leaf(name, B, M, H, K)
-
-        def function(query: Tensor, key: Tensor, value: Tensor) -> Any:
-            parts = [
-                lowtide.memory_efficient_attention_with_lse(query, key[:, keys], value[:, keys])
-                for keys in (slice(0, M // 3), slice(M // 3, M))
-            ]
-            return lowtide.merge_attentions(parts)
 
         return function
 
@@ -425,102 +291,3 @@ def losses_of_hidden_states(B: int, T: int, D: int, V: int) -> Make:
         return function
 
     return make
-
-
-# Derivatives.
-
-
-def named_outputs(found: Any) -> Outputs:
-    """The tensors of a result, by name."""
-    if isinstance(found, Tensor):
-        return {"out": found}
-    if hasattr(found, "_asdict"):
-        found = found._asdict()
-    pairs = found.items() if isinstance(found, dict) else enumerate(found)
-    return {
-        f"{name}.{inner}".removesuffix(".out"): tensor
-        for name, each in pairs
-        for inner, tensor in named_outputs(each).items()
-    }
-
-
-def upstream(out: Tensor) -> Tensor:
-    """A gradient of `out` that is no power of two, and differs from number to number."""
-    if out.dim() == 0:
-        return torch.full_like(out, -0.7)
-    return torch.linspace(-1, 1.3, out.numel(), device=out.device).view(out.shape).to(out.dtype)
-
-
-def _differentiable(outputs: Outputs) -> list[Tensor]:
-    return [out for out in outputs.values() if out.requires_grad]
-
-
-def _gradients_of(results: Sequence[Tensor], leaves: dict[str, Tensor], **options: Any) -> Outputs:
-    found = torch.autograd.grad(
-        results, list(leaves.values()), [upstream(each) for each in results], allow_unused=True, **options
-    )
-    return {f"grad {name}": each for name, each in zip(leaves, found) if each is not None}
-
-
-def values(function: Function, leaves: dict[str, Tensor]) -> Outputs:
-    with torch.no_grad():
-        return named_outputs(function(*leaves.values()))
-
-
-def gradients(function: Function, leaves: dict[str, Tensor]) -> Outputs:
-    outputs = named_outputs(function(*leaves.values()))
-    return outputs | _gradients_of(_differentiable(outputs), leaves)
-
-
-def gradients_twice(function: Function, leaves: dict[str, Tensor]) -> Outputs:
-    """Two backward passes of one graph, the second of another upstream gradient."""
-    (out,) = _differentiable(named_outputs(function(*leaves.values())))
-    first = _gradients_of([out], leaves, retain_graph=True)
-    return first | {f"again {name}": each for name, each in _gradients_of([3 * out], leaves).items()}
-
-
-def double_backward(function: Function, leaves: dict[str, Tensor]) -> Outputs:
-    outputs = named_outputs(function(*leaves.values()))
-    first = _gradients_of(_differentiable(outputs), leaves, create_graph=True)
-    second = _gradients_of([each for each in first.values() if each.requires_grad], leaves)
-    return outputs | first | {f"second {name}": each for name, each in second.items()}
-
-
-def jvp(function: Function, leaves: dict[str, Tensor]) -> Outputs:
-    primals = tuple(each.detach() for each in leaves.values())
-    out, tangent = torch.func.jvp(function, primals, tuple(map(upstream, primals)))
-    return {"out": out, "tangent": tangent}
-
-
-def vmap_of_grad(function: Function, leaves: dict[str, Tensor]) -> Outputs:
-    first, *others = (each.detach() for each in leaves.values())
-
-    def weighted(*own: Tensor) -> Tensor:
-        out = function(*own)
-        return (out * upstream(out)).sum()
-
-    of_one = torch.func.grad(weighted, argnums=tuple(range(len(leaves))))
-    found = torch.func.vmap(of_one, in_dims=(0, *(None for _ in others)))(
-        torch.stack([first, 0.5 * first]), *others
-    )
-    return {f"grads {name}": each for name, each in zip(leaves, found)}
-
-
-def hessian(function: Function, leaves: dict[str, Tensor]) -> Outputs:
-    primals = tuple(each.detach() for each in leaves.values())
-    return {"hessian": torch.func.hessian(function)(*primals)}
-
-
-def compiled(function: Function, leaves: dict[str, Tensor]) -> Outputs:
-    return gradients(torch.compile(function, backend="aot_eager", fullgraph=True), leaves)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Torch's own attention kernels on CUDA give the same bits only so."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.golden import inside, operators
+from tests.golden import derivatives, inside
 from tests.golden.calls import CALLS, Call
+from tests.golden.given import Given, Outputs
 
 Description = dict[str, Any]
 
@@ -55,11 +56,11 @@ def _describe_call(name: str, device: str) -> Description:
     call = CALLS[name]
     if call.derivative == "compiled":  # earlier compilations decide which sizes become symbols
         torch.compiler.reset()
-    given = operators.Given(name, device)
+    given = Given(name, device)
     function = call.make(given)
-    derivative = getattr(operators, call.derivative)
+    derivative = getattr(derivatives, call.derivative)
 
-    def run() -> operators.Outputs:
+    def run() -> Outputs:
         torch.manual_seed(0)  # the seed of dropout
         with _surroundings(call, device):
             return derivative(function, given.leaves)
@@ -75,7 +76,7 @@ def _describe_call(name: str, device: str) -> Description:
     return {"engines": sorted(engines), "peak bytes": peak.bytes, "outputs": first}
 
 
-def describe_outputs(outputs: operators.Outputs) -> Description:
+def describe_outputs(outputs: Outputs) -> Description:
     return {name: _describe(tensor) for name, tensor in outputs.items()}
 
 
@@ -125,7 +126,7 @@ def _surroundings(call: Call, device: str) -> Iterator[None]:
         if call.as_on_a_card:
             stack.enter_context(inside.as_on_a_card())
         if call.deterministic:
-            stack.enter_context(operators.deterministic())
+            stack.enter_context(derivatives.deterministic())
         if call.autocast is not None:
             stack.enter_context(torch.autocast(device, call.autocast))
         yield
