@@ -45,7 +45,7 @@ def results(request, tmp_path_factory):
     """Of all scenarios, by rank."""
     kinds = [*asked(request, "kind", [*EXACT, *MIXED, *SAME, *HELD]), "fsdp, mixed", "scaled apart"]
     store = tmp_path_factory.mktemp("ranks") / "store"
-    return run_ranks("tests.distributed.shard_head_ranks", store, kinds, device=request.param)
+    return run_ranks("tests.distributed.shard_head.shard_head_ranks", store, kinds, device=request.param)
 
 
 @pytest.mark.parametrize("kind", EXACT)
@@ -73,14 +73,14 @@ def test_mixed_precision(results, kind):
 
 @pytest.mark.parametrize("kind", SAME)
 def test_parameters_are_those_of_fsdp(results, kind):
-    """Optimizer, clipping, state dicts, checkpoints: shard_head_ranks.py says how."""
+    """Optimizer, clipping, state dicts, checkpoints: training.py says how."""
     for rank in results:
         assert "raised" not in rank[kind], rank[kind]["raised"]
 
 
 @pytest.mark.parametrize("kind", all_extended_but([each for each in HELD if each not in SLOW], HELD))
 def test_holds(results, kind):
-    """What the functions of shard_head_ranks.py assert."""
+    """What the scenarios of calls.py, upstream.py and distillations.py assert."""
     for rank in results:
         assert "raised" not in rank[kind], rank[kind]["raised"]
 
