@@ -1,0 +1,106 @@
+"""What tells a call of the Triton kernels from an earlier one: options, tensors, layouts.
+
+Shapes: B batches.
+"""
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import attn_bias as masks
+from lowtide.ops.attention import remembered
+from tests.ops.attention.helpers import INTERPRETED, make_upstream
+from tests.ops.attention.operator.remembered.helpers import (
+    CASES,
+    TOLD_APART,
+    attention_of,
+    case_of,
+    changed,
+    check_twice,
+    least_of,
+    repeated,
+    results,
+    shifted,
+)
+from tests.support.extended import all_extended_but
+
+pytest.importorskip("triton")
+pytestmark = INTERPRETED
+
+
+@pytest.mark.parametrize("name", all_extended_but(TOLD_APART, [name for name in CASES if name != "plain"]))
+def test_each_option_tells_calls_apart(device, recordings, name):
+    check_twice(case_of(device))
+    recordings.clear()
+    check_twice(case_of(device, **CASES[name]))
+    assert len(recordings) == 2
+
+
+def heads_first(leaf):
+    return leaf.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+
+
+@pytest.mark.parametrize("name", all_extended_but(["key", "bias"], ["query", "key", "value", "bias"]))
+@pytest.mark.parametrize("change", [heads_first, torch.Tensor.detach])
+def test_each_tensor_tells_calls_apart(device, recordings, change, name):
+    case = case_of(device, bias=(1, 1, 1, 1))
+    check_twice(case)
+    recordings.clear()
+    check_twice(changed(case, name, change))
+    assert len(recordings) == 2
+
+
+@pytest.mark.parametrize("name", all_extended_but(["query", "value"], ["query", "key", "value", "bias"]))
+def test_unaligned_tensors_are_recorded_apart(device, recordings, name):
+    case = case_of(device, bias=(1, 1, 1, 1))
+    check_twice(case)
+    recordings.clear()
+    check_twice(changed(case, name, shifted))
+    assert len(recordings) == 4  # of a call that is known by now
+
+
+def test_products_in_tf32_tell_calls_apart(device):
+    case = case_of(device)
+    check_twice(case)
+    upstream, before = make_upstream(case), torch.get_float32_matmul_precision()
+    exact = results(case, upstream)
+    try:
+        torch.set_float32_matmul_precision("high")
+        recorded_again = results(case, upstream)
+        remembered.forget()
+        expected = results(case, upstream)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for name, each in expected.items():
+        assert torch.equal(recorded_again[name], each), name
+    assert not torch.equal(exact["query"], expected["query"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    all_extended_but(
+        [{"scale": True}, {"window": (1, True)}],
+        [{"p": True}, {"scale": True}, {"softcap": True}, {"window": (1, True)}, {"p": 2.0}],
+    ),
+)
+def test_errors_stay(device, options):
+    """An option that equals a remembered one is still refused."""
+    case = least_of(device)
+    repeated(case, scale=1.0)
+    repeated(case, softcap=1.0)
+    repeated(case, window=(1, 1))
+    with pytest.raises((TypeError, ValueError)):
+        attention_of(case, **options)
+
+
+def test_masks_of_sequences_are_not_alike(device):
+    case = case_of(device, B=1)
+    lengths = ([5, 7], [7, 5], [5, 7])
+    found = []
+    for each in lengths:
+        mask = masks.BlockDiagonalMask.from_seqlens(each)
+        found.append(
+            lowtide.memory_efficient_attention(case.query, case.key, case.value, mask, backend="triton")
+        )
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
