@@ -12,15 +12,7 @@ import torch.distributed as dist
 
 import lowtide
 from lowtide.ops.linear_cross_entropy.operator import signatures
-from tests.ops.linear_cross_entropy.operator.test_remembered_call import (
-    D,
-    V,
-    check,
-    exact,
-    interpreter,
-    tensors,
-    went,
-)
+from tests.ops.linear_cross_entropy.operator.remembered_call.helpers import D, V, check, exact, tensors
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -29,7 +21,6 @@ pytestmark = [
         not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
     ),
 ]
-__all__ = ["interpreter", "went"]  # fixtures
 
 
 @pytest.fixture
