@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
 )
 
-RANKS = "tests.ops.distillation.divided_ranks"
+RANKS = "tests.ops.distillation.divided.divided_ranks"
 SCENARIOS = ("excluded", "near_teacher", "errors", "compiled", "fsdp")
 
 
