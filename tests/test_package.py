@@ -153,7 +153,7 @@ def test_workflow(path):
 
 @NEEDS_CHECKOUT
 def test_browser_of_the_workflow(tmp_path):
-    """Its step takes archives of these hashes; what tests/docs/browser.py seeks is on PATH then."""
+    """Its step takes archives of these hashes; what site/browser.py seeks is on PATH then."""
     yaml = pytest.importorskip("yaml")
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     (step,) = [each for each in jobs["test"]["steps"] if each.get("env")]

@@ -7,6 +7,8 @@ import shutil
 import tempfile
 import threading
 
+import pytest
+
 ARGUMENTS = (
     "--headless",
     "--no-sandbox",
@@ -31,6 +33,9 @@ def why_none():
     except ModuleNotFoundError:
         return "selenium is not installed"
     return None
+
+
+needed = pytest.mark.skipif(why_none() is not None, reason=str(why_none()))
 
 
 @contextlib.contextmanager
