@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import benchmark_tables
-from benchmark_tables import Record, is_absent, records_of
+import benchmark_records
+from benchmark_records import Record, is_absent, records_of
 from data_tables import markdown
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -171,7 +171,7 @@ def attention_summary() -> str:
 
 def _picture(name: str, words: str) -> str:
     """Return the image of docs/pictures that `make tables` draws, once its CSV is there."""
-    there = (benchmark_tables.BENCHMARKS / "h200" / f"{name}.csv").exists() and (
+    there = (benchmark_records.BENCHMARKS / "h200" / f"{name}.csv").exists() and (
         PICTURES / f"{name}.png"
     ).exists()
     return f"![{words}](../pictures/{name}.png)" if there else ABSENT
@@ -192,7 +192,7 @@ class Summary(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         for name in ("heads", "attention_real"):
-            self.env.note_dependency(str(benchmark_tables.BENCHMARKS / "h200" / f"{name}.csv"))
+            self.env.note_dependency(str(benchmark_records.BENCHMARKS / "h200" / f"{name}.csv"))
         return self.parse_text_to_nodes(MAKERS[self.name]())
 
 

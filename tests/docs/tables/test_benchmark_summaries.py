@@ -16,10 +16,11 @@ RUN |= {"command": "lowtide bench", "status": "ok"}
 def extensions(monkeypatch, tmp_path):
     """Return the two modules, which read their CSVs below tmp_path."""
     monkeypatch.syspath_prepend(str(DOCS / "_extensions"))
+    import benchmark_records
     import benchmark_summaries
     import benchmark_tables
 
-    monkeypatch.setattr(benchmark_tables, "BENCHMARKS", tmp_path)
+    monkeypatch.setattr(benchmark_records, "BENCHMARKS", tmp_path)
     return benchmark_summaries, benchmark_tables
 
 
