@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import lowtide
-from tests.ops.attention.triton_backend.compile_kernels import BUILDS, IN_VECTORS, LEFT_OUT, SHARED, SLOW
+from tests.ops.attention.triton_backend.builds import BUILDS, IN_VECTORS
+from tests.ops.attention.triton_backend.compile_kernels import LEFT_OUT, SHARED, SLOW
 from tests.support.ahead_of_time import cases, compile_all
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
