@@ -15,11 +15,14 @@ positions    a K-dimensional loss, which has one head per position
 sharding     a head whose classes are divided over ranks: its DTensors or group, and its results
 token_count  the number of tokens that count on all ranks, by which a mean over them divides
 data_sharded a head whose classes are divided over ranks that have tokens of their own
-api          the public functions
+api          linear_cross_entropy
+log_probs    linear_log_probs
 module       LinearCrossEntropyLoss
 """
 
-from lowtide.ops.linear_cross_entropy.api import LogProbs, linear_cross_entropy, linear_log_probs
+from lowtide.ops.linear_cross_entropy.api import linear_cross_entropy
+from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
+from lowtide.ops.linear_cross_entropy.log_probs import linear_log_probs
 from lowtide.ops.linear_cross_entropy.module import LinearCrossEntropyLoss
 
 __all__ = ["LinearCrossEntropyLoss", "LogProbs", "linear_cross_entropy", "linear_log_probs"]
