@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lowtide.core import matmul
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.exponentials import (
     input_gradient,
     recompute,
@@ -18,6 +17,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import (
     row_log_probs,
     spec,
 )
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     accumulators,

@@ -13,8 +13,8 @@ from lowtide.ops.linear_cross_entropy.definition.head import Options
 from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, Call, backend_of
 from lowtide.ops.linear_cross_entropy.planning.operands import TILED
 
-# Operand dtypes of exponentials/gemm_triton.py. float16 lacks the range for exp(z), and float32
-# GEMMs are too slow.
+# Operand dtypes of exponentials/gemm/gemm_triton.py. float16 lacks the range for exp(z), and
+# float32 GEMMs are too slow.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)  # decision 0002
 # Most features of a second linear term in engines with tensor maps. Shared memory has room for so
 # many beside the operands of the first term.

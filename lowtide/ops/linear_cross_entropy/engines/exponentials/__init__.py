@@ -6,9 +6,7 @@ for CPUs.
 Modules, in import order (a module imports only from those above it):
 
 spec              which calls the engine can run, and how many bytes it holds
-gemm_triton       the GEMM kernel whose epilogue stores exponentials and partial sums
-gemm_gluon        the same GEMM pipelined in Gluon, for few features
-gemm              choose and launch one of these two kernels on a chunk's operands
+gemm/             the GEMM whose epilogue stores exponentials and partial sums
 memory            where exponentials lie: in the workspace or in the weight gradient's memory
 recompute         reduce the partial results of tiles; mark row tiles to compute again
 row_coefficients  the Triton kernel that computes each row's gradient coefficients

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from lowtide.core.matmul import blocks, product, sum_of_products
 from lowtide.ops.linear_cross_entropy.engines.exponentials import row_log_probs
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import Exponentials
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm.gemm import Exponentials
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.memory import ExponentialsMemory
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import (

@@ -2,7 +2,7 @@
 
 A row tile is marked if the sum of one of its rows is too large or NaN: then the row's reference was
 too low or not finite. For log-probabilities, a row tile is marked if the largest logit of a row is
-not finite. gemm_triton.py computes the exponentials of marked row tiles again, and
+not finite. gemm/gemm_triton.py computes the exponentials of marked row tiles again, and
 `recomputed_product` their product for dX.
 
 Marks are a vector of int32 numbers. The first is 1 if any row tile is marked; each of the others is

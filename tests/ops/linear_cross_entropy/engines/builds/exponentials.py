@@ -54,7 +54,7 @@ def _exponentials(**changes: Any) -> Build:
     }
     spills, stages = changes.pop("spills", 0), 3
     return Build(
-        "ops.linear_cross_entropy.engines.exponentials.gemm_triton",
+        "ops.linear_cross_entropy.engines.exponentials.gemm.gemm_triton",
         "exponentials_kernel",
         arguments | changes,
         8,

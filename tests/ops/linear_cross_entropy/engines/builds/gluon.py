@@ -38,7 +38,7 @@ def _pipelined_exponentials(**changes: Any) -> Build:
     }
     spills = changes.pop("spills", 0)
     return Build(
-        "ops.linear_cross_entropy.engines.exponentials.gemm_gluon",
+        "ops.linear_cross_entropy.engines.exponentials.gemm.gemm_gluon",
         "exponentials_kernel",
         arguments | changes,
         4,

@@ -8,7 +8,7 @@ from tests.conftest import NEEDS_CUDA
 pytest.importorskip("triton")
 
 from lowtide.core.kernels import backend
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 pytestmark = [pytest.mark.gpu, NEEDS_CUDA]

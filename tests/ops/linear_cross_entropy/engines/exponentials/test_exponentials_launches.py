@@ -18,7 +18,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import (
     row_log_probs,
     target_order,
 )
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels, target_rows
 from tests.ops.linear_cross_entropy.on_exponentials import everywhere  # noqa: F401
 

@@ -10,7 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm, input_gradient
+from lowtide.ops.linear_cross_entropy.engines.exponentials import input_gradient
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.planning.division import cost_model

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide.core.kernels import backend
 from lowtide.core.kernels.backend import cdiv
-from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_triton as kernels
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import gemm_triton as kernels
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
@@ -97,7 +97,7 @@ class Exponentials:
             "GROUP": tiles.GROUP,
         }
         if marks is None and self._pipelined:
-            from lowtide.ops.linear_cross_entropy.engines.exponentials import gemm_gluon
+            from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import gemm_gluon
 
             arguments = (*self.of_call, *results, *self.sizes)
             gemm_gluon.run(self.terms, self.exp_CB, arguments, constants)

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from lowtide.core.kernels.launch import remember_launches
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm_triton import epilogue
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm.gemm_triton import epilogue
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import (
