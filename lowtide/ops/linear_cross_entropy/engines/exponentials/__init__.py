@@ -14,6 +14,7 @@ row_log_probs     the Triton kernel that computes each row's log-probability and
 input_gradient    the GEMM that forms rows of dX and skips ignored ones
 target_order      sort the targets of each chunk
 linear_term       form the gradients of one linear term of the head, chunk by chunk
+row_statistics    run the GEMM on a chunk, and find the statistics of its rows
 engine            walk over the chunks of a call
 sharded_engine    the same where the classes of a row are on several ranks
 """
