@@ -30,7 +30,10 @@ NOTHING = f"pass nothing: {BY_ITSELF}"
 # What to write in place of the names that xformers' masks have and these lack.
 INSTEAD_OF = {
     "to": f"leave it out: {BY_ITSELF}",
-    "make_local_attention": "pass a causal mask, and window=(window_size - 1, 0) beside it",
+    "make_local_attention": (
+        "pass a causal mask, and window=(window_size - 1, 0) beside it; "
+        "each sequence must have as many keys as queries"
+    ),
     "make_causal_from_bottomright": "pass window=(-1, 0) beside the mask",
     "make_local_attention_from_bottomright": "pass window=(window_size - 1, 0) beside the mask",
     **dict.fromkeys(

@@ -126,7 +126,8 @@ ABSENT = {
     "to": (masks.LowerTriangularMask(), "leave it out: a mask goes to the device of the tensors by itself"),
     "make_local_attention": (
         BLOCKS,
-        r"pass a causal mask, and window=\(window_size - 1, 0\) beside it",
+        r"pass a causal mask, and window=\(window_size - 1, 0\) beside it; "
+        "each sequence must have as many keys as queries",
     ),
     "make_causal_from_bottomright": (BLOCKS, r"pass window=\(-1, 0\) beside the mask"),
     "from_tensor_lists_qkv": (masks.BlockDiagonalMask, r"call BlockDiagonalMask\.from_seqlens\(.*torch\.cat"),

@@ -5,7 +5,7 @@ rows or classes at a time, or for no single GEMM of few tokens.
 """
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
-from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes
+from lowtide.ops.linear_cross_entropy.planning.division.sizes import FEWEST_TOKENS, choose_sizes
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import FEWEST_CLASSES_PER_TOKEN
 
@@ -38,9 +38,10 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
 
     With few tokens and a large weight gradient, the dense computation may hold only one
     half-precision tensor of the logits' size beside its gradients. A chunk of all tokens holds such
-    a tensor too, and some rows in float32 beside it. These are granted (decision 0074), because
-    smaller chunks and other ways to form dW take several times as long. They may take ROOM, BESIDE
-    for each number and, on CUDA, `rows` bytes for rows that the dense computation does not hold.
+    a tensor too, and beside it some rows of dX in float32, or parts of its tiles. These are granted
+    (decisions 0074 and 0084), because smaller chunks and other ways to form dW take several times
+    as long. They may take ROOM, BESIDE for each number and, on CUDA, `rows` bytes for rows that the
+    dense computation does not hold.
     """
     beside = counts.further_terms + (counts.weight_sum if counts.device == "cuda" else 0)
     most = workspace_bytes(workspace, counts.device, beside)
@@ -52,7 +53,8 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
         numbers = BESIDE[counts.device] * (counts.N + counts.D + counts.V)
         most_held = dense + ROOM[counts.device] + numbers + rows * on_cuda
         one_chunk = [counts.with_smaller_products(0).one_chunk]
-        if counts.may_skip:  # parts of dX's tiles may take more than a small product
+        if counts.may_skip and counts.N >= FEWEST_TOKENS:
+            # Parts of dX's tiles may take more than a small product.
             one_chunk.append(counts.of_skipping().one_chunk)
         dense = max([dense, *(each for each in one_chunk if each <= most_held)])
     smallest = counts.smallest_workspace
