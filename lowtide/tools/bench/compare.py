@@ -10,7 +10,7 @@ from lowtide.tools.errors import UserError
 CASE = (
     *("model", "case", "ranks", "batch", "batches", "length", "heads", "key_heads", "queries", "keys"),
     *("tokens", "features", "value_features", "classes", "dtype", "mode", "options", "optimizer"),
-    *("checkpointing", "logits"),
+    *("checkpointing", "logits", "ignored", "fsdp", "tp", "shard_head"),
     *("workspace", "loss", "provider", "operator"),
 )
 """Columns that say what was measured: rows that agree in these are compared."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.tools import files
-from lowtide.tools.bench.cases import Inputs, LossCase
+from lowtide.tools.bench.cases import Inputs, LossCase, with_ignored
 from lowtide.tools.demo.data import load_corpus
 from lowtide.tools.demo.model import GPT
 from lowtide.tools.demo.trainer import CHECKPOINT
@@ -42,6 +42,7 @@ class TrainedCase(LossCase):
         kind = {"device": self.device, "dtype": self.dtype, "copy": True}
         hidden_ND, weight_VD = self.head.hidden_ND[: self.tokens].to(**kind), self.head.weight_VD.to(**kind)
         target_N = self.head.target_N[: self.tokens].to(self.device, copy=True)
+        target_N = with_ignored(target_N, torch.Generator(self.device).manual_seed(0), self.ignored)
         return hidden_ND.requires_grad_(requires_grad), weight_VD.requires_grad_(requires_grad), target_N
 
 

@@ -31,6 +31,11 @@ def changed(tmp_path):
     return write
 
 
+def rows(path):
+    with path.open(newline="") as file:
+        yield from csv.DictReader(file)
+
+
 def scaled(provider, **factors):
     def edit(row):
         if row["provider"] == provider and row["dtype"] == "float32":
@@ -60,7 +65,7 @@ def test_a_change_beyond_two_percent(changed, factor, code):
     assert done.exit_code == code, done.output
     (one,) = (change for change in compare(STEP, after).changes if change.percent != 0)
     assert one.row == "cpu 2048 512 32768 float32 step random lowtide"
-    assert (one.figure, one.before) == ("ms", 1326.35)
+    assert (one.figure, one.before) == ("ms", float(next(rows(STEP))["ms"]))
     assert one.percent == pytest.approx(100 * (factor - 1))
     if code:
         assert f"{one.percent:+.1f} %" in done.output
@@ -89,7 +94,7 @@ def test_surroundings_are_said(changed):
     done = run(STEP, changed(STEP, lambda row: row.update(card="another", lowtide="0123456789ab")))
     assert done.exit_code == 0
     assert "card: x86_64 AVX512, 2 threads before, another after" in said(done)
-    assert "lowtide: 1974ff9ac95d before, 0123456789ab after" in said(done)
+    assert f"lowtide: {next(rows(STEP))['lowtide']} before, 0123456789ab after" in said(done)
     assert "torch" not in said(done)
 
 

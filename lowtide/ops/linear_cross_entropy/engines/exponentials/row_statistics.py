@@ -1,4 +1,4 @@
-"""Run the GEMM of exponentials on a chunk, and find the statistics of the chunk's rows.
+"""Run the GEMM of exponentials on a chunk: its E, its rows' statistics, with class blocks its dX.
 
 engine.py has the formulas: each row has a reference r, and the sum S of its exponentials. A row
 where r = z_t is too far below the largest logit shows it in S; its tiles are computed again.
@@ -23,7 +23,10 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStat
 
 
 class ExponentialsStatistics(LossEngine):
-    """Compute a chunk's exponentials, and what the gradients need to know of each of its rows."""
+    """Compute a chunk's exponentials, and what the gradients need to know of each of its rows.
+
+    It is abstract; ExponentialsEngine is the engine.
+    """
 
     stats_kind = ExcludedTargetStats
 
