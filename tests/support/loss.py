@@ -1,4 +1,4 @@
-"""Inputs, what is tested, and the check against the truth of helpers_dense.py, within its budget.
+"""Inputs, what is tested, and the check against the truth of budgets.py, within its budget.
 
 Everything that is compared is a Result: the loss (or what linear_log_probs gives) and the gradient
 of each leaf, by name.

@@ -1,4 +1,4 @@
-"""Fingerprints by which ranks compare tensors on their devices (planning/equal_values.py).
+"""Fingerprints by which ranks compare tensors on their devices (ranks/equal_values.py).
 
 modes/errors.py has what a call does with them, on several cards.
 """
