@@ -1,4 +1,4 @@
-"""How a row of the table becomes a call of attention.
+"""Make a call of attention of a row of the table.
 
 Shapes: B batches, M queries, N keys, H query heads, G key heads, K features of queries and keys, E
 of values.

@@ -14,7 +14,8 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 
 Outputs = dict[str, Tensor]
 Function = Callable[..., Any]
-"""Of the differentiated tensors, in their order: a tensor, or a tuple or dict with numbers."""
+"""It takes the differentiated tensors in their order, and returns a tensor, or a tuple or dict with
+numbers."""
 
 
 class Given:

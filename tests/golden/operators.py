@@ -1,4 +1,4 @@
-"""How a row of the table becomes inputs, and a function of those that are differentiated, for each
+"""Make inputs of a row of the table, and a function of those that are differentiated, for each
 operator but attention.
 
 Shapes: N tokens, D features, V classes.

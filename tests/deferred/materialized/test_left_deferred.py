@@ -1,5 +1,5 @@
-"""What leaves logits deferred: unknown attributes, a dropout that is off, casts of other tensors to
-their dtype.
+"""Logits stay deferred when an unknown attribute is read, a dropout is off, or another tensor is
+cast to their dtype.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""What real logits are: made once, in the graph that they were recorded in, with the memory and the
+"""Real logits are made once, in the graph that they were recorded in, with the memory and the
 strides of the model's own.
 """
 
@@ -64,7 +64,7 @@ class TestRealLogits:
         close(found, expected, torch.float32)
 
     def test_clone_is_real(self):
-        """What is changed is not what exp() needs for its gradient."""
+        """The clone may be changed, because exp() needs its own result for its gradient."""
         model, tokens, _ = make()
         expected, found, _ = plain_and_deferred(
             model, lambda model: (model(tokens)[0] * 0.1).exp().clone().mul_(0.5).sum()

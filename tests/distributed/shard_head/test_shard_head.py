@@ -80,7 +80,7 @@ def test_parameters_are_those_of_fsdp(results, kind):
 
 @pytest.mark.parametrize("kind", all_extended_but([each for each in HELD if each not in SLOW], HELD))
 def test_holds(results, kind):
-    """What the scenarios of calls.py, upstream.py and distillations.py assert."""
+    """Each rank ran a scenario of calls.py, upstream.py or distillations.py, which asserts."""
     for rank in results:
         assert "raised" not in rank[kind], rank[kind]["raised"]
 

@@ -1,4 +1,4 @@
-"""How pages look in a browser: their width on screens and phones, and their colours."""
+"""Pages fit the width of screens and phones in a browser, and have readable colours."""
 
 import pytest
 

@@ -87,7 +87,7 @@ def test_each_number_links_command_and_commit(site, name):
 
 
 def test_ways_are_those_of_the_code(site):
-    """Of calls that are described anew here, on this machine."""
+    """The table has the ways of calls that are described anew here, on this machine."""
     from lowtide.tools.doctor.attention import table
     from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 
