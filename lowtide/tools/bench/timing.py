@@ -1,8 +1,9 @@
 """Time calls in turn, as the device or the host takes them, and compare the times by round."""
 
+import random
 import time
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,33 +12,41 @@ CYCLES_PER_MS = 2e6  # Cycles of a card's clock in a millisecond, or a little mo
 
 
 def alternate(
-    calls: Iterable[Callable[[], object]], rounds: int, device: str, lead_ms: float = 0.0
+    calls: Iterable[Callable[[], object]],
+    rounds: int,
+    device: str,
+    lead_ms: float = 0.0,
+    together: int = 1,
 ) -> list[list[float]]:
     """Return the milliseconds of each call in each round.
+
+    The order is shuffled in each second round and reversed in the others, since a call may take up
+    to 2 % longer at one place in a round than at another. The shuffles are those of one seed, so
+    that runs compare. Each `together` calls stay in their order, as a forward and its backward.
 
     CUDA is timed between events, so that the host may run ahead. The card begins each round
     `lead_ms` later than the host, so that it need not wait for the host where that takes longer.
     """
-    calls = tuple(calls)
-    rounds_of_marks = []
-    for _ in range(rounds):
+    calls, shuffle = tuple(calls), random.Random(0)
+    turns: list[list[tuple[Any, Any]]] = [[] for _ in calls]
+    groups = [range(first, first + together) for first in range(0, len(calls), together)]
+    order: list[range] = []
+    for round in range(rounds):
+        order = order[::-1] if round % 2 else shuffle.sample(groups, len(groups))
         if lead_ms and device == "cuda":
             torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
-        marks = [_mark(device)]
-        for call in calls:
-            call()
-            marks.append(_mark(device))
-        rounds_of_marks.append(marks)
+        before = _mark(device)
+        for number in chain(*order):
+            calls[number]()
+            after = _mark(device)
+            turns[number].append((before, after))
+            before = after
     if device == "cuda":
         torch.cuda.synchronize()
-    spans = [
-        [
-            before.elapsed_time(after) if device == "cuda" else (after - before) * 1e3
-            for before, after in pairwise(marks)
-        ]
-        for marks in rounds_of_marks
+    return [
+        [before.elapsed_time(after) if device == "cuda" else (after - before) * 1e3 for before, after in own]
+        for own in turns
     ]
-    return [list(of_call) for of_call in zip(*spans)]
 
 
 def host_microseconds(calls: Iterable[Callable[[], object]], rounds: int) -> list[float]:

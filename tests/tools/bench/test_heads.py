@@ -116,7 +116,8 @@ def test_both_floors_take_their_turn(name, floors, monkeypatch):
     (row,) = head_rows(case, [eager])
     assert row.engine == ""
     as_they_are, rounded_up = (24, case.features, case.classes), (24, 64, -(-case.classes // 8) * 8)
-    assert sizes == [as_they_are, rounded_up][:floors] * (len(sizes) // floors)
+    turns = list(zip(*[iter(sizes)] * floors, strict=True))
+    assert all(set(turn) == {as_they_are, rounded_up} for turn in turns)
     figures = row.figures
     if floors == 1:
         assert (figures.aligned_floor_ms, figures.aligned_ratio) == (figures.floor_ms, figures.ratio)

@@ -191,7 +191,7 @@ def _timed(case: AttentionCase, runners: Sequence[_Runner], budget_ms: float) ->
     if not calls:
         return []
     passes = len(calls) // len(runners)
-    timed = partial(alternate, calls, device=case.device)
+    timed = partial(alternate, calls, device=case.device, together=passes)
     round_ms = sum(span for (span,) in timed(1))
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget_ms / round_ms)))
     host_us: list[float] = []

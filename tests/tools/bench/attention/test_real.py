@@ -157,7 +157,7 @@ def test_ratios_are_to_the_quickest_of_torch(monkeypatch):
     providers = [PROVIDERS["lowtide"], PROVIDERS["sdpa"], quick, PROVIDERS["eager"]]
     times = (2.0, 4.0, 1.0, 3.0, 0.5, 2.5, 0.5, 0.5)  # forward and backward of each
     monkeypatch.setattr(
-        attention, "alternate", lambda calls, rounds, device: [[time] * rounds for time in times]
+        attention, "alternate", lambda calls, rounds, device, together: [[time] * rounds for time in times]
     )
     rows = {row.provider.name: row for row in real_rows(BY_NAME["smoke-bias"], providers)}
     assert {row.best.provider.name for row in rows.values()} == {"sdpa-cudnn"}
@@ -176,7 +176,7 @@ def test_host_runs_ahead_on_cuda(monkeypatch):
     ]
     leads = []
 
-    def alternate(calls, rounds, device, lead_ms=0.0):
+    def alternate(calls, rounds, device, lead_ms=0.0, together=1):
         leads.append(lead_ms)
         return [[1.0] * rounds for _ in calls]
 

@@ -56,7 +56,7 @@ def test_rates_and_ratios(monkeypatch):
     case = AttentionCase("plain", 1, 2, 16, 8, **SMALL)
     times = (2.0, 8.0, 1.0, 9.0, 4.0, 4.0)  # forward and backward of each
     monkeypatch.setattr(
-        attention, "alternate", lambda calls, rounds, device: [[time] * rounds for time in times]
+        attention, "alternate", lambda calls, rounds, device, together: [[time] * rounds for time in times]
     )
     first, second, third = attention_rows(case, (ours, EAGER, EAGER))
     flops = 4 * 2 * 16 * 16 * 8
