@@ -7,5 +7,6 @@ Modules, in import order (a module imports only from those above it):
 
 notes         note the steps of a rehearsal, in place of taking them
 placeholders  tensors without memory, and what torch's operations on them return
+launchers     load Triton's C functions that launch kernels, in several threads
 launches      launch a kernel; rehearse a call, and compile in threads what it will launch
 """

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from lowtide.core.compile_ahead.launchers import load_apart
 from lowtide.core.compile_ahead.notes import note, noting
 from lowtide.core.compile_ahead.placeholders import (
     ALIGNMENT,
@@ -161,6 +162,7 @@ def _compile(device: int, launches: list[Launch]) -> None:
         _ = kernel.cache_key, kernel.device_caches[device]
     # The first compilation hashes the whole compiler for all; else each thread would do so.
     _compile_one(new[0][1])
+    load_apart()
     new.sort(key=lambda item: item[1].descriptors, reverse=True)  # GEMMs take longest
     pool = ThreadPoolExecutor(min(MOST_THREADS, len(new), os.cpu_count() or 1))
     for key, each in new:
