@@ -160,7 +160,11 @@ class ByteCounts:
     product: int = 0
     """Bytes per row of the float32 result of the dX GEMM."""
     parts: int = 0
-    """Bytes of the parts of tiles of dX, which take the place of `product` if rows are skipped."""
+    """Bytes of parts of tiles of dX, which take the place of `product` if rows are skipped.
+
+    `parts_row` bytes per row are added to them, of whole row tiles, but at most as many again.
+    """
+    parts_row: int = 0
     longest: int = 0
     """Most tokens of a chunk; 0 for no limit."""
     pipelined_rows: int = 0
@@ -225,7 +229,10 @@ class ByteCounts:
 
     def shared_buffer_bytes(self, rows: int) -> int:
         """Return the bytes of the buffer that tile partial sums and then dX's GEMMs share."""
-        of_dx = self.parts if self.skips else min(rows, self.product_rows) * self.product
+        if self.skips:
+            of_dx = self.parts + min(self.parts, padded(rows, ROW_TILE[self.device]) * self.parts_row)
+        else:
+            of_dx = min(rows, self.product_rows) * self.product
         return max(rows * self.partials_bytes, of_dx)
 
     def class_block(self, rows: int, classes: int) -> int:
@@ -240,7 +247,8 @@ class ByteCounts:
 
     def _most_rows(self, room: int, of_token: int) -> int:
         if self.skips:
-            beside_dx = (room - self.parts) // of_token
+            in_tiles = room - self.parts - (ROW_TILE[self.device] - 1) * self.parts_row
+            beside_dx = max((room - 2 * self.parts) // of_token, in_tiles // (of_token + self.parts_row))
         else:
             in_pieces = (room - self.product_rows * self.product) // of_token
             beside_dx = max(in_pieces, room // (of_token + self.product))

@@ -3,10 +3,14 @@
 exponentials/engine.py has the formula. cuBLAS cannot read the number of rows that count, which only
 the device knows. If no row is ignored, cuBLAS may take less time (decision 0078).
 
-A wave is as many tiles as there are multiprocessors. Where the last wave would have few tiles, its
-row tiles are split: several programs each multiply a part of the classes of one tile, and another
-kernel sums these parts in order (decision 0079). How many there are follows from the number of rows
-that count. So a row of dX may have other bits where another number of rows is ignored.
+A wave is as many tiles as there are multiprocessors. The tiles that do not fill a wave are divided:
+several programs each multiply a part of the classes of one tile, and another kernel sums these
+parts in order (decisions 0079 and 0087). Of r such tiles and P programs, P // r programs for each
+tile take r / P of its classes each. The last classes of all tiles, the tails, are one sequence, of
+which each program that is left takes an equal share. So all programs take about the same time, and
+most of them read the same classes at the same time, which is when the L2 cache has them. The
+division follows from the number of rows that count. So a row of dX may have other bits where
+another number of rows is ignored.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk; lower case = one tile, q a quarter of
 its features, r some of its rows.
@@ -30,16 +34,29 @@ SUMMED_ROWS = 32  # rows of a tile whose parts a program sums
 
 
 @triton.jit
-def _whole_tiles(tiles_c, tiles_d, V, most_parts, PROGRAMS: tl.constexpr, FEWEST: tl.constexpr):
-    """Return how many row tiles are not split, and into how many parts the others are.
+def _division(
+    tiles, V, most_parts, PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, BLOCK_V: tl.constexpr
+):  # fmt: skip
+    """Return the number of whole tiles, and of each other tile the programs, steps of one, and tail.
 
-    All tiles have at most `most_parts` parts together, and a part at least FEWEST classes.
+    The steps are those of the inner dimension, and the tail is the number of last steps that are
+    left to other programs. All parts take at most `most_parts` tiles of memory, and a program of a
+    tile has at least FEWEST classes. A tile is divided if that saves as many steps as FEWEST classes
+    have, twice; a part of a tail costs as many as half of them.
     """
-    wave_c = tl.maximum(PROGRAMS // tiles_d, 1)  # row tiles of a wave
-    rest_c = tiles_c % wave_c
-    parts = tl.minimum(most_parts // tl.maximum(rest_c * tiles_d, 1), V // FEWEST)
-    splits = (parts > 1) & (tl.cdiv(tiles_c * tiles_d, PROGRAMS) > tiles_c // wave_c)
-    return tl.where(splits, tiles_c - rest_c, tiles_c), tl.where(splits, parts, 1)
+    steps, rest = tl.cdiv(V, BLOCK_V), tiles % PROGRAMS
+    some = tl.maximum(rest, 1)
+    own = tl.minimum(tl.minimum(PROGRAMS, most_parts) // some, V // FEWEST)
+    even = tl.cdiv(steps, tl.maximum(own, 1))
+    share = tl.cdiv(rest * steps, PROGRAMS)
+    tail = steps - own * share
+    shared = share + (share // tl.maximum(tail, 1) + 2) * (FEWEST // BLOCK_V // 2)
+    room = (own == PROGRAMS // some) & (PROGRAMS + rest <= most_parts)
+    leaves = room & (tail > 0) & (shared < even)
+    longest = tl.where(leaves, shared, even)
+    divides = (rest > 0) & (own > 0) & (longest + 2 * (FEWEST // BLOCK_V) < steps)
+    whole = tl.where(divides, tiles - rest, tiles)
+    return whole, own, tl.where(leaves, share, even), tl.where(leaves, tail, 0)
 
 
 @triton.jit
@@ -91,17 +108,18 @@ def _input_gradient_product_kernel(
     PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of dX whose tiles are not split.
+    """Compute the tiles of dX that are whole.
 
     Grid: one program per multiprocessor, which takes tiles in turn.
     """
     counted = counted_rows(count_ptr, first_place, C)
     tiles_d = tl.cdiv(D, BLOCK_D)
-    tiles_c, _ = _whole_tiles(tl.cdiv(counted, BLOCK_C), tiles_d, V, most_parts, PROGRAMS, FEWEST)
+    tiles_c = tl.cdiv(counted, BLOCK_C)
+    whole, _, _, _ = _division(tiles_c * tiles_d, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr)
-    for tile in tl.range(tl.program_id(0), tiles_c * tiles_d, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), whole, PROGRAMS, flatten=True):
         tile_c, tile_d = tile_at(tile, tiles_c, tiles_d, GROUP)
         sum_cd = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
         for start in range(0, V, BLOCK_V):
@@ -128,29 +146,40 @@ def _input_gradient_product_kernel(
 @triton.jit(do_not_specialize=["most_parts"])
 def _parts_kernel(
     exp_CV, weight_VD, part_ptr, count_ptr, first_place, C, D, V, most_parts,
-    PROGRAMS: tl.constexpr, FEWEST: tl.constexpr,
+    PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Store each part of the product of each tile that is split.
+    """Store each part of the product of each tile that is divided.
 
-    Grid: one program per multiprocessor, which takes one part or none. Part p of tile t lies at
-    tile p tiles + t of the memory, where `tiles` is the number of tiles that are split.
+    Grid: one program per multiprocessor. Its part lies at its own number in the memory. The first
+    part of the tail of tile t lies at PROGRAMS + t; the next, if there is one, is another program's.
     """
-    counted = counted_rows(count_ptr, first_place, C)
-    tiles_c, tiles_d = tl.cdiv(counted, BLOCK_C), tl.cdiv(D, BLOCK_D)
-    whole_c, parts = _whole_tiles(tiles_c, tiles_d, V, most_parts, PROGRAMS, FEWEST)
-    tiles, unit = (tiles_c - whole_c) * tiles_d, tl.program_id(0)
-    if unit < tiles * parts:
-        tile, part, steps = unit % tiles, unit // tiles, tl.cdiv(V, BLOCK_V)
-        place, feature = (whole_c + tile // tiles_d) * BLOCK_C, tile % tiles_d * BLOCK_D
+    tiles_c, tiles_d = tl.cdiv(counted_rows(count_ptr, first_place, C), BLOCK_C), tl.cdiv(D, BLOCK_D)
+    tiles, program = tiles_c * tiles_d, tl.program_id(0)
+    whole, own, part, tail = _division(tiles, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
+    rest, steps = tiles - whole, tl.cdiv(V, BLOCK_V)
+    # The steps of a program are numbered through all tiles, or through all tails.
+    in_tails = program >= own * rest
+    length = tl.where(in_tails, tail, steps)
+    some = tl.maximum(rest, 1)
+    share = tl.cdiv(rest * tail, tl.maximum(PROGRAMS - own * rest, 1))
+    at, before = program // some * part, program % some * steps
+    begin = tl.where(in_tails, (program - own * rest) * share, before + tl.minimum(at, steps))
+    end = tl.where(in_tails, begin + share, before + tl.minimum(at + part, steps))
+    begin, end = tl.minimum(begin, rest * length), tl.minimum(end, rest * length)
+    number_c, number_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
+    number_cd = number_c[:, None] * BLOCK_D + number_d[None, :]
+    for number in range(begin // tl.maximum(length, 1), tl.cdiv(end, tl.maximum(length, 1))):
+        tile_c, tile_d = tile_at(whole + number, tiles_c, tiles_d, GROUP)
+        start = tl.maximum(begin - number * length, 0)
+        place = tl.where(in_tails & (start == 0), PROGRAMS + number, program)
+        first = tl.where(in_tails, own * part, 0)
         sum_cd = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
-        for step in range(steps * part // parts, steps * (part + 1) // parts):
-            exp_cv = exp_CV.load([place, step * BLOCK_V])
-            weight_vd = weight_VD.load([step * BLOCK_V, feature])
+        for step in range(first + start, first + tl.minimum(end - number * length, length)):
+            exp_cv = exp_CV.load([tile_c * BLOCK_C, step * BLOCK_V])
+            weight_vd = weight_VD.load([step * BLOCK_V, tile_d * BLOCK_D])
             sum_cd = tl.dot(exp_cv, weight_vd, sum_cd)
-        number_c, number_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
-        number_cd = number_c[:, None] * BLOCK_D + number_d[None, :]
-        tl.store(part_ptr + unit * (BLOCK_C * BLOCK_D) + number_cd, sum_cd)
+        tl.store(part_ptr + place * (BLOCK_C * BLOCK_D) + number_cd, sum_cd)
 
 
 @remember_launches
@@ -159,29 +188,37 @@ def _sum_parts_kernel(
     part_ptr, weight_VD_ptr, target_C_ptr, ignored_C_ptr, row_scale_C_ptr, target_weight_coef_ptr,
     smoothing_coef_C_ptr, total_weight_D_ptr, factor_ptr, out_ptr, row_C_ptr, count_ptr, first_place,
     weight_stride, out_stride, C, D, V, most_parts,
-    PROGRAMS: tl.constexpr, FEWEST: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of dX of each tile that is split. Grid: (PROGRAMS, BLOCK_C / ROWS)."""
+    """Compute the rows of dX of each tile that is divided. Grid: (PROGRAMS, BLOCK_C / ROWS)."""
     counted = counted_rows(count_ptr, first_place, C)
     tiles_c, tiles_d = tl.cdiv(counted, BLOCK_C), tl.cdiv(D, BLOCK_D)
-    whole_c, parts = _whole_tiles(tiles_c, tiles_d, V, most_parts, PROGRAMS, FEWEST)
-    tiles, tile = (tiles_c - whole_c) * tiles_d, tl.program_id(0)
-    if tile < tiles:
+    tiles, number = tiles_c * tiles_d, tl.program_id(0)
+    whole, own, part, tail = _division(tiles, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
+    rest = tiles - whole
+    if number < rest:
         factor = 1.0
         if factor_ptr is not None:
             factor = tl.load(factor_ptr)
         row_r, number_d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
         number_rd = row_r[:, None] * BLOCK_D + number_d[None, :]
         sum_rd = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        for part in range(parts):
-            sum_rd += tl.load(part_ptr + (part * tiles + tile) * (BLOCK_C * BLOCK_D) + number_rd)
+        for each in range(tl.cdiv(tl.cdiv(V, BLOCK_V) - tail, part)):
+            sum_rd += tl.load(part_ptr + (each * rest + number) * (BLOCK_C * BLOCK_D) + number_rd)
+        if tail > 0:
+            sum_rd += tl.load(part_ptr + (PROGRAMS + number) * (BLOCK_C * BLOCK_D) + number_rd)
+            share = tl.cdiv(rest * tail, PROGRAMS - own * rest)
+            next = number * tail // share + 1  # the program in tails that goes on
+            if next * share < (number + 1) * tail:
+                sum_rd += tl.load(part_ptr + (own * rest + next) * (BLOCK_C * BLOCK_D) + number_rd)
+        tile_c, tile_d = tile_at(whole + number, tiles_c, tiles_d, GROUP)
         row_vectors = _row_vectors(
-            (whole_c + tile // tiles_d) * BLOCK_C + row_r, counted, row_C_ptr, target_C_ptr, ignored_C_ptr,
-            row_scale_C_ptr, target_weight_coef_ptr, smoothing_coef_C_ptr,
+            tile_c * BLOCK_C + row_r, counted, row_C_ptr, target_C_ptr, ignored_C_ptr, row_scale_C_ptr,
+            target_weight_coef_ptr, smoothing_coef_C_ptr,
         )  # fmt: skip
         _store_features(
-            sum_rd, tile % tiles_d * BLOCK_D, *row_vectors, weight_VD_ptr, total_weight_D_ptr, out_ptr,
+            sum_rd, tile_d * BLOCK_D, *row_vectors, weight_VD_ptr, total_weight_D_ptr, out_ptr,
             weight_stride, out_stride, D, factor,
         )  # fmt: skip
 
@@ -201,9 +238,12 @@ def input_gradient(
 ) -> None:
     """Write each row of dX that counts to its own row of out_ND."""
     (C, V), D, programs = exp_CV.shape, weight_VD.shape[1], multiprocessors(exp_CV.device)
-    (rows, width), most_parts = cost_model.dx_tile(D), min(programs, cost_model.most_parts(V))
-    fewest = cost_model.FEWEST_CLASSES_OF_PART
-    blocks = {"PROGRAMS": programs, "FEWEST": fewest, "BLOCK_C": rows, "BLOCK_D": width}
+    rows, width = cost_model.dx_tile(D)
+    most_parts = cost_model.most_parts(C, D, V, programs)
+    blocks = {
+        **{"PROGRAMS": programs, "FEWEST": cost_model.FEWEST_CLASSES_OF_PART, "GROUP": GROUP},
+        **{"BLOCK_C": rows, "BLOCK_D": width, "BLOCK_V": BLOCK_V},
+    }
     operands = describe(exp_CV, rows, BLOCK_V), describe(weight_VD, BLOCK_V, width)
     of_rows = (
         weight_VD, target_C, ignored_C, row_scale_C, target_weight_coef_N, smoothing_coef_C, total_weight_D,
@@ -212,13 +252,13 @@ def input_gradient(
     strides = weight_VD.stride(0), out_ND.stride(0)
     _input_gradient_product_kernel[(programs,)](
         *operands, *of_rows, *counted, *strides, C, D, V, most_parts,
-        GROUP=GROUP, BLOCK_V=BLOCK_V, **blocks, num_stages=STAGES, num_warps=WARPS,
+        **blocks, num_stages=STAGES, num_warps=WARPS,
     )  # fmt: skip
     if most_parts > 1:
         parts = torch.empty(most_parts * rows * width, dtype=torch.float32, device=exp_CV.device)
         _parts_kernel[(programs,)](
             *operands, parts, *counted[1:], C, D, V, most_parts,
-            BLOCK_V=BLOCK_V, **blocks, num_stages=STAGES, num_warps=WARPS,
+            **blocks, num_stages=STAGES, num_warps=WARPS,
         )  # fmt: skip
         _sum_parts_kernel[(programs, rows // SUMMED_ROWS)](
             parts, *of_rows, *counted, *strides, C, D, V, most_parts,

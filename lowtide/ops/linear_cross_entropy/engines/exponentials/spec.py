@@ -72,6 +72,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
     if is_bfloat16 and call.options.few_tokens and not call.options.label_smoothing:
         one_product_row = counts.token_bytes
         target_rows_bytes = targets_at_once(call.N, call.D) * (call.N * size + call.D * sum_size)
+    parts, parts_row = parts_bytes(max(with_gradient(call), default=0), call.V)
     return replace(
         with_packed_sum(counts, call),
         fixed=fixed,
@@ -85,7 +86,8 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         target_rows_bytes=target_rows_bytes,
         partials_bytes=call.V // 32 * _partial_sums(call),
         product=max((D_k * sum_size for D_k in with_gradient(call)), default=0),
-        parts=max((parts_bytes(D_k, call.V) for D_k in with_gradient(call)), default=0),
+        parts=parts,
+        parts_row=parts_row,
         longest=max(ENOUGH_ROWS, MOST_BYTES // (call.V * size)) if needs_grad.some else 0,
         class_blocks=_class_blocks(call, access) if counts.weight_sum else None,
     )

@@ -19,9 +19,8 @@ SECONDS = 11.9e-9
 TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (128, 128))
 OWN = (128, 256)  # the tile of our own kernels: exponentials, a packed sum, and dX with ignored rows
 # The GEMM of dX with ignored rows has tiles of at most this size. It divides the inner dimension of
-# the tiles that do not fill a wave into parts, at most one for each multiprocessor. A part has at
-# least so many classes.
-DX_TILE, FEWEST_CLASSES_OF_PART = OWN, 1024  # decisions 0079 and 0084
+# the tiles that do not fill a wave into parts. A program of one tile has at least so many classes.
+DX_TILE, FEWEST_CLASSES_OF_PART = OWN, 1024  # decisions 0079 and 0087
 START = 9e-6  # seconds of a GEMM beside its waves
 EPILOGUE = 2.1e-6  # seconds of a tile of exponentials beside its product
 SOFTCAP = 6.5e-6  # seconds of a tile's soft cap beside its epilogue (decision 0079)
@@ -44,14 +43,21 @@ def dx_tile(D: int) -> tuple[int, int]:
     return rows, next((width for width in (32, 64, 128) if D <= width <= most), most)
 
 
-def most_parts(V: int) -> int:
-    """Return the most parts of all tiles of dX together; 0 if no tile is divided."""
-    return MULTIPROCESSORS if V >= 2 * FEWEST_CLASSES_OF_PART else 0
+def most_parts(rows: int, D: int, V: int, programs: int = MULTIPROCESSORS) -> int:
+    """Return the most parts of tiles of dX that a chunk holds; 0 if no tile is divided."""
+    if V < 2 * FEWEST_CLASSES_OF_PART:
+        return 0
+    height, width = dx_tile(D)
+    return programs + min(programs, -(-rows // height) * -(-D // width))
 
 
-def parts_bytes(D: int, V: int) -> int:
-    """Return the bytes of the parts, in float32. N is not asked, because it may be a symbol."""
-    return most_parts(V) * math.prod(dx_tile(D)) * 4
+def parts_bytes(D: int, V: int) -> tuple[int, int]:
+    """Return the bytes of one part for each multiprocessor, and of the tiles of a row of dX.
+
+    A chunk holds the first, and the second for each row, or the first twice if that is less.
+    """
+    height, width = dx_tile(D)
+    return bool(D) * most_parts(0, D, V) * height * width * 4, -(-D // width) * width * 4
 
 
 def exponentials_seconds(rows: int, classes: int, features: int, *, softcap: bool) -> float:
@@ -87,20 +93,23 @@ def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int) 
 def own_product_seconds(rows: int, columns: int, summed: int) -> float:
     """Return the seconds of the kernels that form dX with ignored rows (input_gradient.py).
 
-    `columns` is the number of features. They divide the inner dimension of the tiles of the last
-    wave, if these are few, into parts.
+    `columns` is the number of features. They divide the inner dimension of the tiles that do not
+    fill a wave, as `_division` does there.
     """
-    tiles_c, tiles_d = -(-rows // OWN[0]), -(-columns // OWN[1])
-    waves, divided = -(-tiles_c * tiles_d // MULTIPROCESSORS), 0.0
-    wave_c = max(1, MULTIPROCESSORS // tiles_d)
-    rest = tiles_c % wave_c * tiles_d
-    parts = min(MULTIPROCESSORS // max(1, rest), summed // FEWEST_CLASSES_OF_PART)
-    if parts > 1 and waves > tiles_c // wave_c:
-        waves, divided = tiles_c // wave_c, 1 / parts
-    seconds = (waves + divided) * summed * SECONDS * (1 if _aligned(columns) else UNALIGNED_DX)
-    seconds = max(seconds, _operands(rows, columns, summed) / GEMM_SPEED)
-    traffic = 2 * START + 8 * parts * rest * OWN[0] * OWN[1] / SUM_SPEED if divided else 0
-    return START + seconds + traffic
+    waves, rest = divmod(-(-rows // OWN[0]) * -(-columns // OWN[1]), MULTIPROCESSORS)
+    longest, traffic = summed if rest else 0, 0.0
+    fewest = FEWEST_CLASSES_OF_PART
+    if rest and (own := min(MULTIPROCESSORS // rest, summed // fewest)):
+        even, share = -(-summed // own), rest * summed / MULTIPROCESSORS
+        parts, tail = own * rest, summed - own * share
+        if own == MULTIPROCESSORS // rest and tail > 0:
+            shared = share + (share // tail + 2) * fewest / 2
+            if shared < even:
+                even, parts = shared, MULTIPROCESSORS + rest
+        if even + 2 * fewest < summed:
+            longest, traffic = even, 2 * START + 8 * parts * OWN[0] * OWN[1] / SUM_SPEED
+    seconds = (waves * summed + longest) * SECONDS * (1 if _aligned(columns) else UNALIGNED_DX)
+    return START + max(seconds, _operands(rows, columns, summed) / GEMM_SPEED) + traffic
 
 
 def packed_seconds(classes: int, features: int, rows: int, bytes: int, *, pipelined: bool) -> float:

@@ -69,7 +69,10 @@ _GRADIENT = {"factor_C_ptr": F32, "GUARDED": True, "sum_ptr": None}
 
 
 _INPUT_GRADIENT = "ops.linear_cross_entropy.engines.exponentials.input_gradient"
-_SPLIT = {"PROGRAMS": 132, "FEWEST": 1024, "BLOCK_C": 128, "BLOCK_D": 256}
+_SPLIT = {
+    **{"PROGRAMS": 132, "FEWEST": 1024, "GROUP": 8},
+    **{"BLOCK_C": 128, "BLOCK_D": 256, "BLOCK_V": 64},
+}
 
 
 def _input_gradient(**changes: Any) -> Build:
@@ -87,15 +90,13 @@ def _input_gradient(**changes: Any) -> Build:
         **COUNTED,
         **dict.fromkeys(("weight_stride", "out_stride", "C", "D", "V", "most_parts"), I32),
         **_SPLIT,
-        "GROUP": 8,
-        "BLOCK_V": 64,
     }
     return Build(_INPUT_GRADIENT, "_input_gradient_product_kernel", arguments | changes, 8, 4, (90,))
 
 
 def _summed_parts(**changes: Any) -> Build:
     arguments = {**_input_gradient().arguments, "part_ptr": F32, "ROWS": 32} | changes
-    for name in ("exp_CV", "weight_VD", "GROUP", "BLOCK_V"):
+    for name in ("exp_CV", "weight_VD"):
         del arguments[name]
     return Build(_INPUT_GRADIENT, "_sum_parts_kernel", arguments, 8)
 
@@ -146,7 +147,7 @@ BUILDS = {
     "parts of rows of dX": Build(
         _INPUT_GRADIENT, "_parts_kernel",
         {"exp_CV": "tensordesc<bf16[128, 64]>", "weight_VD": "tensordesc<bf16[64, 256]>", "part_ptr": F32,
-         **COUNTED, **dict.fromkeys(("C", "D", "V", "most_parts"), I32), **_SPLIT, "BLOCK_V": 64},
+         **COUNTED, **dict.fromkeys(("C", "D", "V", "most_parts"), I32), **_SPLIT},
         8, 4, (90,),
     ),
     "summed parts of rows of dX": _summed_parts(),

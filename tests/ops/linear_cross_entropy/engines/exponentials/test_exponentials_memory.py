@@ -169,8 +169,8 @@ def test_memory_matches_plan(
     if skips:
         monkeypatch.setattr(sizes, "FEWEST_TOKENS", 1)
         monkeypatch.setattr(sizes, "MOST_OF_SKIPPING", math.inf)
-        monkeypatch.setattr(cost_model, "most_parts", lambda V: 200)
-        monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: 200)
+        monkeypatch.setattr(cost_model, "FEWEST_CLASSES_OF_PART", 128)
+        monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: cost_model.MULTIPROCESSORS)
     remembered.forget()
     # On a card it has no temporary where it rounds.
     for module in (accumulators, in_torch):

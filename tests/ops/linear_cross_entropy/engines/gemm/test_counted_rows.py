@@ -86,18 +86,22 @@ def test_packed_product_ends_early(device, counted, add, last):
         assert torch.equal(found[1], low_VP)
 
 
-@pytest.mark.parametrize(("programs", "most_parts"), [(2, 0), (2, 2), (7, 10), (14, 1), (14, 10)])
-@pytest.mark.parametrize("D", [24, 48])
+@pytest.mark.parametrize(
+    ("programs", "most_parts"), [(2, 0), (2, 2), (4, 8), (7, 10), (7, 14), (9, 18), (14, 1), (14, 10)]
+)
+@pytest.mark.parametrize("D", [24, 48, 72])
 @pytest.mark.parametrize("counted", [0, 1, 37, 80])
 def test_input_gradient_ends_early(device, monkeypatch, counted, D, programs, most_parts):
-    """Rows lie where the order says; others are left as they are. Some tiles are split into up to
-    six parts, whatever memory lay there before."""
+    """Rows lie where the order says; others are left as they are. Some tiles are divided, with and
+    without tails, whatever memory lay there before."""
     monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(cost_model, "FEWEST_CLASSES_OF_PART", 16)
-    monkeypatch.setattr(cost_model, "most_parts", lambda V: most_parts)
+    monkeypatch.setattr(cost_model, "most_parts", lambda *shape: most_parts)
+    monkeypatch.setattr(input_gradient, "BLOCK_V", 16)
     tile = 128 if device == "cuda" else 16
     C, counted, dtype = 5 * tile, counted * tile // 16, dtype_on(device)
-    exp_CV = torch.rand(C, 104, device=device).to(dtype)[:, :V]
+    V = 300  # 19 steps
+    exp_CV = torch.rand(C, 304, device=device).to(dtype)[:, :V]
     weight_VD = torch.randn(V, D, device=device).to(dtype)
     target_C = torch.randint(V, (C,), device=device)
     ignored_C = torch.arange(C, device=device) >= max(counted - 1, 0)
