@@ -368,8 +368,8 @@ def test_which_calls_skip(monkeypatch):
             ((1024, 4096, 128256), 1 << 30),
             ((32768, 768, 50264), 1 << 30),
             ((32768, 768, 50264), 1 << 28),
-            ((4096, 768, 50264), 1 << 30),  # the order of rows takes a 14th of it
+            ((4096, 768, 50264), 1 << 30),  # 96 tiles of dX, all of them divided
             ((16384, 1024, 151936), 1 << 28),  # 16 tiles of dX in a chunk, for 132 multiprocessors
         )
     ]
-    assert skips == [True, False, True, True, True, False, True, True, False, True]
+    assert skips == [True, False, True, True, True, False, True, True, True, True]
