@@ -26,7 +26,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     target_rows,
 )
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.planning import byte_counts, memory_model, requirements, weight_gradient
+from lowtide.ops.linear_cross_entropy.planning import memory_model, requirements
 from lowtide.ops.linear_cross_entropy.planning.division import cost_model
 from tests.support.loss import Inputs, check, differentiate, fused, make_inputs, planned
 
@@ -50,12 +50,15 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PRODUCT_ROWS", 16)
     monkeypatch.setattr(spec, "PRODUCT_BYTES", 0)
     monkeypatch.setattr(requirements, "SECOND_FEATURES", 16)
-    monkeypatch.setattr(byte_counts, "TARGETS", 16)
     for name, size in (("BLOCK_V", 16), ("BLOCK_D", 32), ("BLOCK_C", 16)):
         monkeypatch.setattr(packed_triton, name, size)
     for name, size in (("BLOCK_V", 16), ("SUMMED_ROWS", 8)):
         monkeypatch.setattr(input_gradient, name, size)
-    for name, size in (("DX_TILE", (16, 32)), ("FEWEST_CLASSES_OF_PART", 16), ("most_parts", lambda *shape: 3)):
+    for name, size in (
+        ("DX_TILE", (16, 32)),
+        ("FEWEST_CLASSES_OF_PART", 16),
+        ("most_parts", lambda *shape: 3),
+    ):
         monkeypatch.setattr(cost_model, name, size)
     prepare = matmul.Operand.__init__
 
@@ -98,7 +101,6 @@ def silent(device, everywhere, monkeypatch):
 def tokens_are_few(monkeypatch, few: bool) -> None:
     """Let any number of tokens be few enough for a single GEMM, or none."""
     monkeypatch.setattr(planner, "FEWEST_CLASSES_PER_TOKEN", 0 if few else 1 << 20)
-    monkeypatch.setattr(weight_gradient, "CLASSES_PER_TOKEN", 0)
 
 
 def kept_plans(monkeypatch, *, few_tokens: bool) -> list:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 # Tensor-core tiles are 128 rows high. The height of the CPU's row block matters less.
 ROW_TILE = {"cpu": 8, "cuda": 128}
 
-# Most target classes whose rows of the gradient are formed at a time with a single GEMM over all
-# tokens, and the most bytes that these take.
-TARGETS, TARGETS_BYTES = 512, 1 << 24  # decisions 0016 and 0074
+# Of at most so many tokens, cuBLAS forms dW by a single GEMM, and the rows of the target classes
+# once more in float32. With more tokens the single GEMM is our own, and keeps these rows exact.
+FORMED_AGAIN = 512  # decision 0088
 
 # A product of rows of dX that is to be small takes at most so many bytes: its GEMM then has about
 # one tile of the result for each multiprocessor. It has at least so many rows; with fewer, reading
@@ -26,14 +26,9 @@ TARGETS, TARGETS_BYTES = 512, 1 << 24  # decisions 0016 and 0074
 PRODUCT_BYTES, FEWEST_PRODUCT_ROWS = 18 << 20, 256  # decision 0074
 
 
-def targets_at_once(N: int, D: int) -> int:
-    """Return how many target classes' rows of the gradient are formed at a time.
-
-    Each takes a row [D] in float32 and a column [N] of exponentials in bfloat16. Rows of these
-    begin at whole vectors of 16 bytes, and tiles are whole, because other GEMMs are slower.
-    """
-    most = min(TARGETS, N, TARGETS_BYTES // (2 * N + 4 * D))
-    return most if most == N else max(1, most - most % (128 if most >= 128 else 8))
+def forms_targets_again(tokens: int) -> bool:
+    """Return True if a single GEMM for dW of so many tokens is that of cuBLAS."""
+    return tokens <= FORMED_AGAIN
 
 
 def padded(columns: int, multiple: int = 8) -> int:
@@ -154,7 +149,10 @@ class ByteCounts:
     rounded_block: int = 0
     """Bytes of the smallest float32 block of classes that a single GEMM for dW is rounded from."""
     target_rows_bytes: int = 0
-    """Bytes of the target classes' rows beside a single GEMM; freed before the dX GEMM."""
+    """Bytes beside a single GEMM for targets' rows: their lower bits, or the rows in float32.
+
+    They are freed before the dX GEMM.
+    """
     partials_bytes: int = 0
     """Bytes per token of tile partial sums; freed before the dX GEMM."""
     product: int = 0

@@ -17,19 +17,15 @@ instead: as exact, at the price of one more GEMM.
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.tiling import WeightGradient
 
-# A single GEMM over all tokens forms the rows of the target classes again. From so many classes per
-# token on this takes less time than a sum. From the fewest on it takes less than class blocks,
-# which compute all logits again, so it is taken where no sum fits.
-CLASSES_PER_TOKEN = 16  # decision 0016
-FEWEST_CLASSES_PER_TOKEN = 4  # decisions 0073 and 0074
+# A single GEMM over all tokens may form dW from so many classes per token on.
+FEWEST_CLASSES_PER_TOKEN = 4  # decisions 0073 and 0088
 
 # On the CPU a single GEMM over all tokens is rounded from a float32 block of at least so many
 # classes, and of at most so many numbers, which stay in the cache.
 ROUNDED_CLASSES, ROUNDED_NUMBERS = 512, 1 << 20  # decision 0083
 
-# With more tokens, two chunks with a packed sum on the Gluon pipeline take as long as one GEMM over
-# all tokens, and a quarter to a third less memory: few rows of targets are formed again, and the
-# sum is read while operands arrive.
+# With more tokens, two chunks with a packed sum on the Gluon pipeline take about as long as one
+# GEMM over all tokens, and a quarter to a third less memory: the sum is read while operands arrive.
 MOST_TOKENS_OF_ONE_PRODUCT = 6144  # decision 0016
 
 # With fewer rows per chunk, reading the weight and its sum costs more than one recomputed GEMM.
@@ -63,7 +59,8 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
     room = workspace - counts.fixed - counts.smallest_copy
     packs = counts.pipelined_rows > 0 and room >= counts.packed_sum + counts.chunk(counts.pipelined_rows)
     one_product = counts.one_product_row and room >= counts.single_product()
-    if one_product and not _sum_is_quicker(counts):
+    sum_is_better = counts.pipelined_rows > 0 and counts.N > MOST_TOKENS_OF_ONE_PRODUCT
+    if one_product and not sum_is_better:
         return "single_product"
     if packs:
         return "packed"
@@ -74,13 +71,6 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
     if packed and room >= packed + counts.chunk(fewest):
         return "packed"
     return "single_product" if one_product else "class_blocks"
-
-
-def _sum_is_quicker(counts: ByteCounts) -> bool:
-    """Return True if chunks with a sum take less time than one GEMM over all tokens."""
-    if counts.target_rows_bytes and counts.N * CLASSES_PER_TOKEN > counts.V:
-        return True
-    return counts.pipelined_rows > 0 and counts.N > MOST_TOKENS_OF_ONE_PRODUCT
 
 
 def choose_sum_bits(free: int, counts: ByteCounts) -> int:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
-from lowtide.ops.linear_cross_entropy.planning import byte_counts, requirements
+from lowtide.ops.linear_cross_entropy.planning import requirements
 from tests.support.extended import all_extended_but
 
 pytest.importorskip("triton")
@@ -158,10 +158,3 @@ def test_rank_of_a_divided_head(N, D, V, dtype, tokens_sharded):
     _, _, _, held = choice(own, D, V, dtype=dtype, **shard)
     dense = max(3 * dtype.itemsize * N * V - dtype.itemsize * (N + V) * D, dtype.itemsize * N * V)
     assert held <= dense + 8 * N * D + (16 << 20) + 256 * (N + D + V)
-
-
-@pytest.mark.parametrize(
-    ("N", "D", "most"), [(1024, 8192, 384), (4096, 16384, 128), (100, 64, 100), (8192, 64, 512)]
-)
-def test_targets_at_once(N, D, most):
-    assert byte_counts.targets_at_once(N, D) == most

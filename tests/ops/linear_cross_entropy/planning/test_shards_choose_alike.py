@@ -75,7 +75,7 @@ def test_one_engine(device, options):
 def test_few_replicated_tokens_take_a_single_product(device):
     """A rank takes it if all agree on one chunk, and tokens are few beside its own classes."""
     place = {"group": "g", "ranks": 2, "num_classes": V}
-    for N, few in ((16, True), (64, True), (1024, True), (4096, False)):
+    for N, few in ((16, True), (64, True), (1024, True), (4096, True), (16384, False)):
         plan = plan_of(device, N, V // 2, **place)
         whole = Agreement(None, plan.rows, (N, N), 1, None, ())
         fits = device == "cuda" or N == 16

@@ -182,10 +182,8 @@ class ExponentialsEngine(ExponentialsStatistics):
         assert first_dw is not None
         plan, operand, db = self.plan, self.operands[0], gradients.bias
         targets = self._sorted_targets(self.M)
-        place_N = torch.arange(self.M, dtype=torch.int32, device=self.device)
         one_1C = torch.ones(1, self.M if db is not None else 0, dtype=plan.sum_dtype, device=self.device)
-        first_V = torch.full((self.V + 1,), self.M, dtype=torch.int32, device=self.device)
-        first_V.scatter_reduce_(0, targets[0].long(), place_N, "amin")
+        first_V = target_rows.first_places(targets[0], self.V)
         sum_BD = self.buffer(plan.block_classes, operand.D)
         memory, stored = self._memory(gradients, plan.rows), self._stored_rows(gradients)
         again = ExponentialsMemory(self._exponentials_buffer(plan.block_rows, plan.block_classes), self.V)

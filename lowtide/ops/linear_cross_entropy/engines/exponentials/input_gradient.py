@@ -37,12 +37,12 @@ SUMMED_ROWS = 32  # rows of a tile whose parts a program sums
 def _division(
     tiles, V, most_parts, PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Return the number of whole tiles, and of each other tile the programs, steps of one, and tail.
+    """Return the number of whole tiles; of the others the programs, steps of one, and the tail.
 
     The steps are those of the inner dimension, and the tail is the number of last steps that are
     left to other programs. All parts take at most `most_parts` tiles of memory, and a program of a
-    tile has at least FEWEST classes. A tile is divided if that saves as many steps as FEWEST classes
-    have, twice; a part of a tail costs as many as half of them.
+    tile has at least FEWEST classes. Tiles are divided if that saves more than twice the steps of
+    FEWEST classes. A part of a tail is taken to cost half of these steps.
     """
     steps, rest = tl.cdiv(V, BLOCK_V), tiles % PROGRAMS
     some = tl.maximum(rest, 1)
@@ -152,7 +152,7 @@ def _parts_kernel(
     """Store each part of the product of each tile that is divided.
 
     Grid: one program per multiprocessor. Its part lies at its own number in the memory. The first
-    part of the tail of tile t lies at PROGRAMS + t; the next, if there is one, is another program's.
+    part of the tail of tile t lies at PROGRAMS + t; a second part is that of another program.
     """
     tiles_c, tiles_d = tl.cdiv(counted_rows(count_ptr, first_place, C), BLOCK_C), tl.cdiv(D, BLOCK_D)
     tiles, program = tiles_c * tiles_d, tl.program_id(0)

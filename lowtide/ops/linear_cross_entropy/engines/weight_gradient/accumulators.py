@@ -9,8 +9,7 @@ Triton's.
 A kernel on the Gluon pipeline takes all multiprocessors until it ends, so a collective beside it
 would begin or end alone. While one runs, a first part of the classes leaves it some.
 
-Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets, in order
-of class.
+Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk.
 """
 
 import math
@@ -26,10 +25,8 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import multiprocessors
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     in_torch,
     packed_triton,
-    row_kernels,
     target_rows,
 )
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import targets_at_once
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import OWN, SECONDS
 
 # What a sum over ranks takes beside a product (decision 0072): blocks of its kernel, and bytes a
@@ -124,12 +121,14 @@ class PackedSum:
 class RoundedProduct:
     """Form the gradient by a single GEMM over all tokens that rounds in its epilogue.
 
-    To the rows of target classes more has to be added in float32. These rows, at most one per
-    token, are computed again by a separate GEMM. If ignored rows are skipped, the single GEMM is
-    that of a packed sum, which rounds its first product here (decision 0079).
+    To the rows of target classes more has to be added in float32. A GEMM of our own leaves these,
+    at most one per token, packed into 24 bits; they are rounded after the addition (decision 0088).
+    Where the GEMM is that of cuBLAS, which takes less time for few tokens, another GEMM forms these
+    rows again in float32.
     """
 
     def __init__(self, gradient_VD: Tensor, applied: Tensor, *, ends_early: bool) -> None:
+        """`ends_early`: the GEMM is our own."""
         self.gradient_VD, self.factor, self.ends_early = gradient_VD, applied, ends_early
 
     def add_product(
@@ -138,45 +137,30 @@ class RoundedProduct:
         assert first
         assert last
         self.operands, self.counted = (exp_NV, x_ND), counted
-        if not self.ends_early:
+        if not self.ends_early:  # the other is deferred, until the targets are given
             product(self.gradient_VD, exp_NV.t(), x_ND)
-            return
-        pair_VP = self.gradient_VD.view(torch.int32)
-        low_VP = self.gradient_VD.view(torch.uint16)[:, : pair_VP.shape[1]]  # not written
-        rounding = torch.ones_like(self.factor), None, None
-        _add_product(pair_VP, low_VP, *self.operands, add=False, counted=counted, rounding=rounding)
 
     def add_target_rows(self, x: Tensor, coef_N: Tensor, class_N: Tensor, order_N: Any) -> None:
-        exp_NV, x_ND = self.operands
+        (exp_NV, x_ND), (V, D), N = self.operands, self.gradient_VD.shape, class_N.shape[0]
         del self.operands
-        N, D, V = class_N.shape[0], x_ND.shape[1], exp_NV.shape[1]
-        targets = targets_at_once(N, D)
-        sum_TD = torch.empty(targets, D, dtype=coef_N.dtype, device=coef_N.device)
-        for start in range(0, N, targets):
-            # Ignored rows have class V.
-            class_T = class_N[start : start + targets].clamp(max=V - 1)
-            T = class_T.shape[0]
-            exp_NT = exp_NV.index_select(1, class_T)
-            if self.ends_early:  # this GEMM does not, and a NaN times 0 would be NaN
-                row_kernels.clear_rows(exp_NT, self.counted._replace(row_C=None))
-            product(sum_TD[:T], exp_NT.t(), x_ND)
-            target_rows.add_target_rows(
-                self.gradient_VD,
-                None,
-                x,
-                coef_N,
-                class_N,
-                order_N,
-                factor=self.factor,
-                sums_TD=sum_TD[:T],
-                first_target=start,
-            )
+        rows = x, coef_N, class_N, order_N
+        if self.ends_early:
+            pair_VP = self.gradient_VD.view(torch.int32)
+            low_VP = self.gradient_VD.view(torch.uint16)[:, : D // 2]  # not written
+            low_NP = torch.empty(N, D // 2, dtype=torch.uint16, device=class_N.device)
+            targets = target_rows.first_places(class_N, V), low_NP
+            _add_product(pair_VP, low_VP, exp_NV, x_ND, add=False, counted=self.counted, targets=targets)
+            target_rows.add_target_rows(pair_VP, low_NP, *rows, factor=self.factor, by_place=True)
+            return
+        sum_ND = torch.empty(N, D, dtype=coef_N.dtype, device=class_N.device)
+        product(sum_ND, exp_NV.index_select(1, class_N.clamp(max=V - 1)).t(), x_ND)
+        target_rows.add_target_rows(self.gradient_VD, sum_ND, *rows, factor=self.factor, by_place=True)
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
         raise AssertionError("with label smoothing there is a sum")
 
     def finish(self) -> None:
-        """Do nothing, because the GEMM has rounded already."""
+        """Do nothing, because every class has been rounded already."""
 
 
 def _add_product(pair_VP: Tensor, low_VP: Tensor, exp_CV: Tensor, x_CD: Tensor, **options: Any) -> None:

@@ -12,6 +12,7 @@ from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import RowNumbers
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import forms_targets_again
 from lowtide.ops.linear_cross_entropy.planning.operands import TILED
 
 
@@ -69,5 +70,6 @@ def choose_accumulator(
             beside = plan.rows * dw.tensor.shape[1] * plan.sum_dtype.itemsize
         return accumulators.PackedSum(dw.tensor, dw.applied, bits=plan.sum_bits, beside=beside)
     if kind == "single_product":
-        return accumulators.RoundedProduct(dw.tensor, dw.applied, ends_early=plan.skips_ignored)
+        ends_early = plan.skips_ignored or not forms_targets_again(plan.rows)
+        return accumulators.RoundedProduct(dw.tensor, dw.applied, ends_early=ends_early)
     return accumulators.TritonFloatSum(dw.tensor, dw.applied)

@@ -42,6 +42,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton impo
     GROUP,
     added_tiles,
     from_pairs,
+    left_to_targets,
     less_smoothing,
     rounded_pairs,
     to_pairs,
@@ -105,13 +106,15 @@ def _load_all(
 @gluon.jit
 def _add_halves(
     sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
-    a_s, b_s, full, empty, step, D, V, WHICH: gl.constexpr,
+    targets, a_s, b_s, full, empty, step, C, D, V, WHICH: gl.constexpr,
     ADD: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add the product of a tile to the previous sum, in one half of the tile after the other.
 
-    With a factor, round the result to the gradient. Return the next step.
+    With a factor, round the result to the gradient; with `targets`, that of other classes. Return
+    the next step.
     """
+    first_V_ptr, low_CP_ptr = targets
     halves_vh = halves(sum_vd)
     for half in gl.static_range(2):
         column = (tile_d * 2 + half) * COLUMNS
@@ -124,13 +127,15 @@ def _add_halves(
                 pair_s.load(even_vh.type.layout), low_s.load(even_vh.type.layout)
             )
             even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
-        if factor_ptr is None:
+        classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
+        pairs = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
+        if first_V_ptr is not None:
+            pair_vh = left_to_targets(even_vh, odd_vh, first_V_ptr, low_CP_ptr, classes, pairs, C, D, V)
+        elif factor_ptr is None:
             pair_vh, low_vh = to_pairs(even_vh, odd_vh, low_VP.dtype)
             low_s.store(low_vh)
         else:
             if smoothing_row_D_ptr is not None:
-                classes = first_class + gl.arange(0, HALF, gl.SliceLayout(1, even_vh.type.layout))
-                pairs = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, even_vh.type.layout))
                 even_vh, odd_vh = less_smoothing(
                     even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, classes, pairs, D, V
                 )
@@ -140,7 +145,7 @@ def _add_halves(
         tma.store_wait(0)  # for the stores of the previous half, whose stage is released next
         release(empty, step, half > 0, STAGES)  # waits for all warps, so this half is written too
         store(pair_VP, [first_class, column], pair_s)
-        if factor_ptr is None:
+        if factor_ptr is None and first_V_ptr is None:
             store(low_VP, [first_class, column], low_s)
         step += 1
     tma.store_wait(0)
@@ -151,7 +156,7 @@ def _add_halves(
 @gluon.jit
 def _add_all(
     WHICH: gl.constexpr, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
-    a_s, b_s, full, empty, counted, C, D, V,
+    targets, a_s, b_s, full, empty, counted, C, D, V,
     ADD: gl.constexpr, ALWAYS: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -167,7 +172,7 @@ def _add_all(
         first_class = tile_v * 2 * HALF + WHICH * HALF
         step = _add_halves(
             sum_vd, first_class, tile_d, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
-            a_s, b_s, full, empty, step, D, V, WHICH, ADD, STAGES,
+            targets, a_s, b_s, full, empty, step, C, D, V, WHICH, ADD, STAGES,
         )  # fmt: skip
 
 
@@ -175,27 +180,28 @@ def _add_all(
 @gluon.jit
 def _add_product_pipelined_kernel(
     exp_CV, x_CD, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
-    count_ptr, first_place, C, D, V,
+    first_V_ptr, low_CP_ptr, count_ptr, first_place, C, D, V,
     ADD: gl.constexpr, GROUP: gl.constexpr,
     PROGRAMS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Write exp^T x to the sum or, with ADD, add it.
 
-    If a factor is given, for the last or only chunk, round the result to the gradient. Grid: one
-    program for each multiprocessor that is not spared, which takes tiles in turn.
+    If a factor is given, for the last chunk, round the result to the gradient. If first_V_ptr is
+    given, for the only chunk, round the classes that are no targets, as `left_to_targets` says.
+    Grid: one program for each multiprocessor that is not spared, which takes tiles in turn.
     """
     a_s, b_s, full, empty = ring(exp_CV, x_CD, STAGES, True)
-    counted = pack_args(count_ptr, first_place)
+    counted, targets = pack_args(count_ptr, first_place), pack_args(first_V_ptr, low_CP_ptr)
     ALWAYS: gl.constexpr = not ADD or factor_ptr is not None
     gl.warp_specialize(
         [
             (_add_all, (
                 0, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
-                a_s, b_s, full, empty, counted, C, D, V, ADD, ALWAYS, GROUP, PROGRAMS, STAGES,
+                targets, a_s, b_s, full, empty, counted, C, D, V, ADD, ALWAYS, GROUP, PROGRAMS, STAGES,
             )),
             (_add_all, (
                 1, pair_VP, low_VP, factor_ptr, class_weight_V_ptr, smoothing_row_D_ptr,
-                a_s, b_s, full, empty, counted, C, D, V, ADD, ALWAYS, GROUP, PROGRAMS, STAGES,
+                targets, a_s, b_s, full, empty, counted, C, D, V, ADD, ALWAYS, GROUP, PROGRAMS, STAGES,
             )),
             (_load_all, (
                 exp_CV, x_CD, pair_VP, low_VP, a_s, b_s, full, empty,
@@ -216,11 +222,12 @@ def add_product(
     add: bool,
     counted: CountedChunk = ALL,
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    targets: tuple[Tensor | None, Tensor | None] = (None, None),
     spared: int = 0,
 ) -> None:
     """Write exp_CV^T x_CD to the sum or, with `add`, add it; leave `spared` multiprocessors free.
 
-    `add_product` in packed_triton.py explains `rounding`, which is given for the last chunk.
+    `add_product` in packed_triton.py explains `rounding` and `targets`.
     """
     (C, D), V = x_CD.shape, pair_VP.shape[0]
     programs, part = multiprocessors(x_CD.device) - spared, (pipeline.BLOCK_A // 2, COLUMNS.value)
@@ -230,6 +237,7 @@ def add_product(
         describe(pair_VP, *part),
         describe(low_VP, *part),
         *rounding,
+        *targets,
         *counted[1:],
         C,
         D,

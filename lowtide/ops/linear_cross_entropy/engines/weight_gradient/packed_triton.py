@@ -105,6 +105,22 @@ def less_smoothing(even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, cla
 
 
 @triton.jit
+def left_to_targets(even_vh, odd_vh, first_V_ptr, low_CP_ptr, classes, pairs, C, D, V):
+    """Return rounded pairs, but of the targets' classes the upper bits of pairs.
+
+    Their lower bits are stored at the place where the class begins in the sorted targets, which
+    first_V holds. It holds C for a class that is no target.
+    """
+    place_v = tl.load(first_V_ptr + classes, mask=classes < V, other=C)
+    is_target_v = place_v < C
+    upper_vh, low_vh = to_pairs(even_vh, odd_vh, low_CP_ptr.dtype.element_ty)
+    place_vh = place_v[:, None].to(tl.int64) * (D // 2) + pairs[None, :]
+    mask_vh = is_target_v[:, None] & (pairs[None, :] < D // 2)
+    tl.store(low_CP_ptr + place_vh, low_vh, mask=mask_vh)
+    return tl.where(is_target_v[:, None], upper_vh, rounded_pairs(even_vh, odd_vh, 1.0))
+
+
+@triton.jit
 def added_tiles(count_ptr, first_place, C, tiles, ALWAYS: tl.constexpr):
     """Return the number of tiles to compute: all, or none if no row of the chunk counts.
 
@@ -126,6 +142,8 @@ def _add_product_kernel(
     factor_ptr,
     class_weight_V_ptr,
     smoothing_row_D_ptr,
+    first_V_ptr,
+    low_CP_ptr,
     count_ptr,
     first_place,
     C,
@@ -140,8 +158,9 @@ def _add_product_kernel(
 ):
     """Write exp^T x to the sum or, with ADD, add it.
 
-    If a factor is given, for the last or only chunk, round the result to the gradient. Grid: one
-    program per multiprocessor, which takes tiles in turn.
+    If a factor is given, for the last chunk, round the result to the gradient. If first_V_ptr is
+    given, for the only chunk, round the classes that are no targets, as `left_to_targets` says.
+    Grid: one program per multiprocessor, which takes tiles in turn.
     """
     tiles_v, tiles_d = tl.cdiv(V, BLOCK_V), tl.cdiv(D, BLOCK_D)
     ALWAYS: tl.constexpr = not ADD or factor_ptr is not None
@@ -166,7 +185,10 @@ def _add_product_kernel(
             if ADD:
                 even_before_vh, odd_before_vh = load_pairs(pair_ptr, low_ptr, mask_vh)
                 even_vh, odd_vh = even_vh + even_before_vh, odd_vh + odd_before_vh
-            if factor_ptr is None:
+            if first_V_ptr is not None:
+                pair_vh = left_to_targets(even_vh, odd_vh, first_V_ptr, low_CP_ptr, classes, pairs, C, D, V)
+                tl.store(pair_ptr, pair_vh, mask=mask_vh)
+            elif factor_ptr is None:
                 store_pairs(pair_ptr, low_ptr, even_vh, odd_vh, mask_vh)
             else:
                 if smoothing_row_D_ptr is not None:
@@ -209,11 +231,16 @@ def add_product(
     add: bool,
     counted: CountedChunk = ALL,
     rounding: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    targets: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """Write exp_CV^T x_CD to the sum or, with `add`, add it.
 
-    `rounding` is given for the last chunk: the factor, and the class weights and row of the
-    smoothing term. The sum minus that term is then multiplied by the factor and rounded.
+    `rounding` is given for the last of several chunks: the factor, and the class weights and row of
+    the smoothing term. The sum minus that term is then multiplied by the factor and rounded.
+
+    `targets` is given for the only chunk: first_V, the place in the sorted targets where each class
+    begins, or C for a class that is no target; and low_CP, which gets the lower bits of the
+    targets' classes, by place. The other classes are rounded, and low_VP is not written.
     """
     V, (C, D) = pair_VP.shape[0], x_CD.shape
     programs = multiprocessors(x_CD.device)
@@ -223,6 +250,7 @@ def add_product(
         pair_VP,
         low_VP,
         *rounding,
+        *targets,
         *counted[1:],
         C,
         D,

@@ -4,10 +4,11 @@ Each row n of X, times its coefficient target_weight_coef[n], is added to the cl
 target. The targets are sorted by class, so that one program adds all rows of a class, in a fixed
 order. class_N holds the sorted targets, and order_N the row of each.
 
-Shapes: N tokens, D features, P pairs of features, V classes; B classes of a block; T targets
-whose sums are in a buffer of their own; lower case = one tile.
+Shapes: N tokens, D features, P pairs of features, V classes; B classes of a block; lower case = one
+tile.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +17,7 @@ from lowtide.core.kernels.backend import cdiv
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.packed_triton import (
     load_pairs,
+    rounded_pairs,
     store_pairs,
 )
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.row_kernels import (
@@ -23,6 +25,8 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.row_kernels import
     factor_or_one,
     row_strides,
 )
+
+PLACES = 512  # places per program of the kernel that finds the first of each class
 
 
 @triton.jit
@@ -101,27 +105,25 @@ def _add_target_rows_kernel(
     class_N_ptr,
     order_N_ptr,
     sum_VD_ptr,
-    low_VP_ptr,
-    sum_TD_ptr,
+    beside_ptr,
     outer_stride,
     inner_stride,
     inner,
     N,
     D,
-    first_target,
     V,
+    BY_PLACE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add factor target_weight_coef[n] x[n] of the rows n with target v to sum[v].
 
-    Grid: (T, D / BLOCK). Each program handles one target of class_N, from first_target on. At the
-    first target of a class it adds all rows of the class, and at the others it does nothing.
+    Grid: (N, D / BLOCK). Each program handles one place of class_N. At the first place of a class
+    it adds all rows of the class, and at the others it does nothing.
 
-    With low_VP_ptr, the sum is packed as in packed_triton.py. With sum_TD_ptr, the previous sum is
-    read from the target's row of sum_TD instead of sum_VD. Without sum_TD_ptr, T is N.
+    `add_target_rows` says what sum and beside_ptr hold.
     """
-    first = first_target + tl.program_id(0)
+    first = tl.program_id(0)
     target = tl.load(class_N_ptr + first)
     before = tl.load(class_N_ptr + tl.maximum(first - 1, 0))
     # These are loaded before the branch, so that the program waits for memory once.
@@ -130,27 +132,31 @@ def _add_target_rows_kernel(
     if head & (target < V):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         place = target.to(tl.int64) * D + columns
-        if sum_TD_ptr is not None:
-            place_td = tl.program_id(0).to(tl.int64) * D + columns
-            sum_d = tl.load(sum_TD_ptr + place_td, mask=columns < D, other=0.0)
-        elif low_VP_ptr is None:
-            sum_d = tl.load(sum_VD_ptr + place, mask=columns < D, other=0.0)
-        else:
+        row_beside = (first if BY_PLACE else target).to(tl.int64)
+        PACKED: tl.constexpr = beside_ptr is not None and sum_VD_ptr.dtype.element_ty == tl.int32
+        if PACKED:
             pairs = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-            place_p = target.to(tl.int64) * (D // 2) + pairs
-            pair_ptr, low_ptr = sum_VD_ptr + place_p, low_VP_ptr + place_p
-            even_p, odd_p = load_pairs(pair_ptr, low_ptr, pairs < D // 2)
+            pair_ptr = sum_VD_ptr + target.to(tl.int64) * (D // 2) + pairs
+            bits_ptr = beside_ptr + row_beside * (D // 2) + pairs
+            even_p, odd_p = load_pairs(pair_ptr, bits_ptr, pairs < D // 2)
             sum_d = tl.interleave(even_p, odd_p)
+        elif BY_PLACE:
+            sum_d = tl.load(beside_ptr + row_beside * D + columns, mask=columns < D, other=0.0)
+        else:
+            sum_d = tl.load(sum_VD_ptr + place, mask=columns < D, other=0.0)
         sum_d = _with_target_rows(
             sum_d, target, first, row, after, columns, x_ptr, target_weight_coef_N_ptr,
             factor_or_one(factor_ptr), class_N_ptr, order_N_ptr, outer_stride, inner_stride, inner, N, D,
             BLOCK_N,
         )  # fmt: skip
-        if low_VP_ptr is None:
+        if not PACKED:
             tl.store(sum_VD_ptr + place, sum_d.to(sum_VD_ptr.dtype.element_ty), mask=columns < D)
         else:
             even_p, odd_p = tl.split(tl.reshape(sum_d, (BLOCK // 2, 2)))
-            store_pairs(pair_ptr, low_ptr, even_p, odd_p, pairs < D // 2)
+            if BY_PLACE:
+                tl.store(pair_ptr, rounded_pairs(even_p, odd_p, 1.0), mask=pairs < D // 2)
+            else:
+                store_pairs(pair_ptr, bits_ptr, even_p, odd_p, pairs < D // 2)
 
 
 @remember_launches
@@ -205,43 +211,66 @@ def _round_block_kernel(
     tl.store(out_VD_ptr + place, sum_d.to(out_VD_ptr.dtype.element_ty), mask=columns < D)
 
 
+@remember_launches
+@triton.jit
+def _first_places_kernel(class_N_ptr, first_V_ptr, N, V, BLOCK: tl.constexpr):
+    """Write the place at which each class begins that is a target. Grid: (N / BLOCK)."""
+    place_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    class_n = tl.load(class_N_ptr + place_n, mask=place_n < N, other=V)
+    before_n = tl.load(class_N_ptr + place_n - 1, mask=(place_n > 0) & (place_n < N), other=-1)
+    tl.store(first_V_ptr + class_n, place_n, mask=(class_n < V) & (class_n != before_n))
+
+
+def first_places(class_N: Tensor, V: int) -> Tensor:
+    """Return the place of each class in the sorted targets class_N; N for a class that is none."""
+    N = class_N.shape[0]
+    first_V = torch.full((V,), N, dtype=torch.int32, device=class_N.device)
+    _first_places_kernel[(cdiv(N, PLACES),)](class_N, first_V, N, V, BLOCK=PLACES)
+    return first_V
+
+
 def add_target_rows(
-    sum_VD: Tensor,
-    low_VP: Tensor | None,
+    sum: Tensor,
+    beside: Tensor | None,
     x: Tensor,
     target_weight_coef_N: Tensor,
     class_N: Tensor,
     order_N: Tensor,
     *,
     factor: Tensor | None = None,
-    sums_TD: Tensor | None = None,
-    first_target: int = 0,
+    by_place: bool = False,
 ) -> None:
     """Add factor target_weight_coef[n] x[n] of each row n to the sum of the row's target class.
 
     The targets are sorted by class; ignored rows come last, as class V. x is [N, D], or [outer,
-    inner, D] if it has no view [N, D]. With sums_TD, the previous sums of T targets from
-    first_target on are read from sums_TD, and the new sums are written to sum_VD.
+    inner, D] if it has no view [N, D]. The sum is one of these:
+
+        sum        beside      by_place
+        float32    None                   the sum, [V, D]
+        pairs      low bits               the packed sum, both [V, P]
+        pairs      low bits    True       beside is [N, P]; the result is rounded to the gradient
+        gradient   float32     True       beside is [N, D] and has the sum; the result is rounded
+
+    `by_place`: row n of `beside` is that of place n in the order. The first place of each class is
+    read.
     """
     N, D = class_N.shape[0], x.shape[-1]
-    T = N if sums_TD is None else sums_TD.shape[0]
     # With more rows at a time, registers leave too few programs to hide the wait for memory. With
     # fewer, a frequent class takes longer (decision 0074).
     block = min(512, block_width(D))
-    _add_target_rows_kernel[(T, cdiv(D, block))](
+    _add_target_rows_kernel[(N, cdiv(D, block))](
         x,
         target_weight_coef_N,
         factor,
         class_N,
         order_N,
-        sum_VD,
-        low_VP,
-        sums_TD,
+        sum,
+        beside,
         *row_strides(x),
         N,
         D,
-        first_target,
-        sum_VD.shape[0],
+        sum.shape[0],
+        BY_PLACE=by_place,
         BLOCK_N=8,
         BLOCK=block,
         num_warps=2,

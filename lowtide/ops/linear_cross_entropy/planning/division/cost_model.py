@@ -10,7 +10,6 @@ that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an 
 """
 
 import functools
-import math
 
 MULTIPROCESSORS = 132
 # Seconds that a wave of 128 x 256 tiles takes per element of the inner dimension: 0.73 PFLOP/s
@@ -97,10 +96,9 @@ def own_product_seconds(rows: int, columns: int, summed: int) -> float:
     fill a wave, as `_division` does there.
     """
     waves, rest = divmod(-(-rows // OWN[0]) * -(-columns // OWN[1]), MULTIPROCESSORS)
-    longest, traffic = summed if rest else 0, 0.0
-    fewest = FEWEST_CLASSES_OF_PART
+    longest, traffic, fewest = float(summed if rest else 0), 0.0, FEWEST_CLASSES_OF_PART
     if rest and (own := min(MULTIPROCESSORS // rest, summed // fewest)):
-        even, share = -(-summed // own), rest * summed / MULTIPROCESSORS
+        even, share = float(-(-summed // own)), rest * summed / MULTIPROCESSORS
         parts, tail = own * rest, summed - own * share
         if own == MULTIPROCESSORS // rest and tail > 0:
             shared = share + (share // tail + 2) * fewest / 2

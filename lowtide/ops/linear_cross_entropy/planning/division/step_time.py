@@ -6,7 +6,7 @@ Shapes: N tokens, D features, V classes.
 from collections.abc import Callable
 
 from lowtide.core.kernels.backend import is_large_gemm
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, targets_at_once
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, forms_targets_again
 from lowtide.ops.linear_cross_entropy.planning.division import class_blocks, cost_model
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_bytes
@@ -54,21 +54,17 @@ def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int,
 
 
 def _chunk_of_dw(counts: ByteCounts, rows: int, way: WeightGradient, bits: int) -> float:
-    N, V, D, added = counts.N, counts.V, counts.D, added_bytes(counts, way, bits)
+    V, D, added = counts.V, counts.D, added_bytes(counts, way, bits)
     if not counts.forms_dw:
         return 0.0
     if way == "packed":
         pipelined = counts.pipelined_rows > 0 and is_large_gemm(rows, V, D)
         return cost_model.packed_seconds(V, D, rows, added, pipelined=pipelined)
     if way == "single_product":
-        targets = targets_at_once(N, D)
-        of_targets = cost_model.product_seconds(targets, D, N, 4 * targets * D)
-        if counts.skips:  # the GEMM of a packed sum then forms dW, and only writes it
-            pipelined = counts.pipelined_rows > 0 and is_large_gemm(rows, V, D)
-            of_all = cost_model.packed_seconds(V, D, rows, V * D, pipelined=pipelined)
-        else:
-            of_all = cost_model.product_seconds(V, D, rows, 2 * V * D)
-        return of_all + -(-N // targets) * of_targets
+        if forms_targets_again(rows) and not counts.skips:
+            of_targets = cost_model.product_seconds(rows, D, rows, 4 * rows * D)
+            return cost_model.product_seconds(V, D, rows, 2 * V * D) + of_targets
+        return cost_model.packed_seconds(V, D, rows, 0, pipelined=is_large_gemm(rows, V, D))
     return cost_model.product_seconds(V, D, rows, 2 * added)
 
 

@@ -9,6 +9,7 @@ from tests.ops.linear_cross_entropy.engines.builds.build import (
     I32,
     I32_PTR,
     I64,
+    ONLY,
     ROUNDING,
     Build,
 )
@@ -28,7 +29,7 @@ def _add_product(**changes: Any) -> Build:
         "x_CD": "tensordesc<bf16[64, 256]>",
         "pair_VP_ptr": "*i32",
         "low_VP_ptr": "*u16",
-        **dict.fromkeys(ROUNDING, None),
+        **dict.fromkeys((*ROUNDING, *ONLY), None),
         **COUNTED,
         **dict.fromkeys(("C", "D", "V"), I32),
         "PROGRAMS": 132,
@@ -72,21 +73,30 @@ BUILDS = {
     ),
     "target rows": _target_rows(
         "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32,
-        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr=F32, low_VP_ptr=None, sum_TD_ptr=None,
-        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32,
+        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr=F32, beside_ptr=None,
+        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, V=I32, BY_PLACE=False,
         BLOCK_N=8, BLOCK=512,
     ),
     "target rows, few bits": _target_rows(
         "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32,
-        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr="*i32", low_VP_ptr="*u8", sum_TD_ptr=None,
-        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32,
+        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr="*i32", beside_ptr="*u8",
+        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, V=I32, BY_PLACE=False,
         BLOCK_N=8, BLOCK=512,
     ),
-    "target rows, formed apart": _target_rows(
+    "target rows, rounded": _target_rows(
         "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32,
-        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr=BF16, low_VP_ptr=None, sum_TD_ptr=F32,
-        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, first_target=I32, V=I32,
+        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr="*i32", beside_ptr="*u16",
+        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, V=I32, BY_PLACE=True,
         BLOCK_N=8, BLOCK=512,
+    ),
+    "target rows, formed again": _target_rows(
+        "_add_target_rows_kernel", x_ptr=BF16, target_weight_coef_N_ptr=F32, factor_ptr=F32,
+        class_N_ptr=I32_PTR, order_N_ptr=I64, sum_VD_ptr=BF16, beside_ptr=F32,
+        outer_stride=I32, inner_stride=I32, inner=I32, N=I32, D=I32, V=I32, BY_PLACE=True,
+        BLOCK_N=8, BLOCK=512,
+    ),
+    "first places": _target_rows(
+        "_first_places_kernel", warps=4, class_N_ptr=I32_PTR, first_V_ptr=I32_PTR, N=I32, V=I32, BLOCK=512,
     ),
     "round a block": _target_rows(
         "_round_block_kernel", warps=4, sum_BD_ptr=F32, x_ptr=BF16, target_weight_coef_N_ptr=F32,
@@ -97,7 +107,7 @@ BUILDS = {
     "24 bits, first product": _add_product(ADD=False),
     "24 bits, another product": _add_product(ADD=True),
     "24 bits, the last product": _add_product(ADD=True, **dict.fromkeys(ROUNDING, F32)),
-    "the only product": _add_product(ADD=False, factor_ptr=F32),
+    "the only product": _add_product(ADD=False, first_V_ptr=I32_PTR, low_CP_ptr="*u16"),
     "20 bits, first product": _add_product(ADD=False, low_VP_ptr="*u8"),
     "20 bits, another product": _add_product(ADD=True, low_VP_ptr="*u8"),
     "20 bits, the last product": _add_product(
