@@ -16,19 +16,28 @@ from dataclasses import dataclass, replace
 # Tensor-core tiles are 128 rows high. The height of the CPU's row block matters less.
 ROW_TILE = {"cpu": 8, "cuda": 128}
 
-# Of at most so many tokens, cuBLAS forms dW by a single GEMM, and the rows of the target classes
-# once more in float32. With more tokens the single GEMM is our own, and keeps these rows exact.
-FORMED_AGAIN = 512  # decision 0088
-
 # A product of rows of dX that is to be small takes at most so many bytes: its GEMM then has about
 # one tile of the result for each multiprocessor. It has at least so many rows; with fewer, reading
 # the weight takes longer than the GEMM.
 PRODUCT_BYTES, FEWEST_PRODUCT_ROWS = 18 << 20, 256  # decision 0074
 
+# Of at most so many tokens, cuBLAS forms dW by a single GEMM, and the rows of the target classes
+# once more in float32, if these take no more memory than a small product of dX. Else the single
+# GEMM is our own, and keeps these rows exact.
+FORMED_AGAIN = 1024  # decision 0088
 
-def forms_targets_again(tokens: int) -> bool:
-    """Return True if a single GEMM for dW of so many tokens is that of cuBLAS."""
-    return tokens <= FORMED_AGAIN
+
+def forms_targets_again(N: int, D: int) -> bool:
+    """Return True if cuBLAS forms dW by a single GEMM, and the targets' rows by a second one."""
+    return N <= FORMED_AGAIN and formed_again_bytes(N, D) <= PRODUCT_BYTES
+
+
+def formed_again_bytes(N: int, D: int, size: int = 2) -> int:
+    """Return the bytes of the targets' rows in float32, and of their columns of exponentials.
+
+    An exponential has `size` bytes.
+    """
+    return N * (N * size + D * 4)
 
 
 def padded(columns: int, multiple: int = 8) -> int:

@@ -59,8 +59,7 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
     room = workspace - counts.fixed - counts.smallest_copy
     packs = counts.pipelined_rows > 0 and room >= counts.packed_sum + counts.chunk(counts.pipelined_rows)
     one_product = counts.one_product_row and room >= counts.single_product()
-    sum_is_better = counts.pipelined_rows > 0 and counts.N > MOST_TOKENS_OF_ONE_PRODUCT
-    if one_product and not sum_is_better:
+    if one_product and not prefers_sum(counts):
         return "single_product"
     if packs:
         return "packed"
@@ -71,6 +70,11 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
     if packed and room >= packed + counts.chunk(fewest):
         return "packed"
     return "single_product" if one_product else "class_blocks"
+
+
+def prefers_sum(counts: ByteCounts) -> bool:
+    """Return True if a packed sum is preferred to one GEMM over all tokens, where both fit."""
+    return counts.pipelined_rows > 0 and counts.N > MOST_TOKENS_OF_ONE_PRODUCT
 
 
 def choose_sum_bits(free: int, counts: ByteCounts) -> int:

@@ -6,11 +6,11 @@ the device knows. If no row is ignored, cuBLAS may take less time (decision 0078
 A wave is as many tiles as there are multiprocessors. The tiles that do not fill a wave are divided:
 several programs each multiply a part of the classes of one tile, and another kernel sums these
 parts in order (decisions 0079 and 0087). Of r such tiles and P programs, P // r programs for each
-tile take r / P of its classes each. The last classes of all tiles, the tails, are one sequence, of
-which each program that is left takes an equal share. So all programs take about the same time, and
-most of them read the same classes at the same time, which is when the L2 cache has them. The
-division follows from the number of rows that count. So a row of dX may have other bits where
-another number of rows is ignored.
+tile take its first classes. Each program that is left takes the last classes, the tail, of the same
+number of tiles, one after another. So all programs take about the same time. Those that run side by
+side read the same classes at the same time, which is when the L2 cache has them. The division
+follows from the number of rows that count. So a row of dX may have other bits where another number
+of rows is ignored.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk; lower case = one tile, q a quarter of
 its features, r some of its rows.
@@ -37,26 +37,26 @@ SUMMED_ROWS = 32  # rows of a tile whose parts a program sums
 def _division(
     tiles, V, most_parts, PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Return the number of whole tiles; of the others the programs, steps of one, and the tail.
+    """Return how many tiles are whole, and how the others are divided.
 
-    The steps are those of the inner dimension, and the tail is the number of last steps that are
-    left to other programs. All parts take at most `most_parts` tiles of memory, and a program of a
-    tile has at least FEWEST classes. Tiles are divided if that saves more than twice the steps of
-    FEWEST classes. A part of a tail is taken to cost half of these steps.
+    That is: the programs of each of these tiles, the steps of such a program, the steps of the
+    tail, and how many tails each program that is left takes. Steps are those of the inner
+    dimension. All parts take at most `most_parts` tiles of memory, and a program of a tile has at
+    least FEWEST classes. Tiles are divided if that saves more than twice the steps of FEWEST
+    classes. The beginning of a part is taken to cost half of these steps.
     """
-    steps, rest = tl.cdiv(V, BLOCK_V), tiles % PROGRAMS
+    steps, rest, fewest = tl.cdiv(V, BLOCK_V), tiles % PROGRAMS, FEWEST // BLOCK_V
     some = tl.maximum(rest, 1)
     own = tl.minimum(tl.minimum(PROGRAMS, most_parts) // some, V // FEWEST)
-    even = tl.cdiv(steps, tl.maximum(own, 1))
-    share = tl.cdiv(rest * steps, PROGRAMS)
-    tail = steps - own * share
-    shared = share + (share // tl.maximum(tail, 1) + 2) * (FEWEST // BLOCK_V // 2)
-    room = (own == PROGRAMS // some) & (PROGRAMS + rest <= most_parts)
-    leaves = room & (tail > 0) & (shared < even)
-    longest = tl.where(leaves, shared, even)
-    divides = (rest > 0) & (own > 0) & (longest + 2 * (FEWEST // BLOCK_V) < steps)
+    left = PROGRAMS - own * rest
+    tails = tl.cdiv(rest, tl.maximum(left, 1))
+    tail = steps // (own * tails + 1)
+    even, shared = tl.cdiv(steps, tl.maximum(own, 1)), tl.cdiv(steps - tail, tl.maximum(own, 1))
+    with_tails = shared + (tails + 1) * (fewest // 2)
+    leaves = (own == PROGRAMS // some) & (left > 0) & ((own + 1) * rest <= most_parts) & (with_tails < even)
+    divides = (rest > 0) & (own > 0) & (tl.where(leaves, with_tails, even) + 2 * fewest < steps)
     whole = tl.where(divides, tiles - rest, tiles)
-    return whole, own, tl.where(leaves, share, even), tl.where(leaves, tail, 0)
+    return whole, own, tl.where(leaves, shared, even), tl.where(leaves, tail, 0), tails
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _input_gradient_product_kernel(
     counted = counted_rows(count_ptr, first_place, C)
     tiles_d = tl.cdiv(D, BLOCK_D)
     tiles_c = tl.cdiv(counted, BLOCK_C)
-    whole, _, _, _ = _division(tiles_c * tiles_d, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
+    whole, _, _, _, _ = _division(tiles_c * tiles_d, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr)
@@ -151,34 +151,31 @@ def _parts_kernel(
 ):  # fmt: skip
     """Store each part of the product of each tile that is divided.
 
-    Grid: one program per multiprocessor. Its part lies at its own number in the memory. The first
-    part of the tail of tile t lies at PROGRAMS + t; a second part is that of another program.
+    Grid: one program per multiprocessor. With r such tiles, part p of tile t lies at p r + t in the
+    memory. The tail is the last part.
     """
     tiles_c, tiles_d = tl.cdiv(counted_rows(count_ptr, first_place, C), BLOCK_C), tl.cdiv(D, BLOCK_D)
-    tiles, program = tiles_c * tiles_d, tl.program_id(0)
-    whole, own, part, tail = _division(tiles, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
-    rest, steps = tiles - whole, tl.cdiv(V, BLOCK_V)
-    # The steps of a program are numbered through all tiles, or through all tails.
-    in_tails = program >= own * rest
-    length = tl.where(in_tails, tail, steps)
-    some = tl.maximum(rest, 1)
-    share = tl.cdiv(rest * tail, tl.maximum(PROGRAMS - own * rest, 1))
-    at, before = program // some * part, program % some * steps
-    begin = tl.where(in_tails, (program - own * rest) * share, before + tl.minimum(at, steps))
-    end = tl.where(in_tails, begin + share, before + tl.minimum(at + part, steps))
-    begin, end = tl.minimum(begin, rest * length), tl.minimum(end, rest * length)
+    tiles, program, steps = tiles_c * tiles_d, tl.program_id(0), tl.cdiv(V, BLOCK_V)
+    whole, own, part, tail, tails = _division(tiles, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
+    rest = tiles - whole
+    number, count, begin, end = 0, 0, 0, steps
+    if program < own * rest:
+        number, count = program % rest, 1
+        begin = tl.minimum(program // rest * part, steps - tail)
+        end = tl.minimum(begin + part, steps - tail)
+    elif tail > 0:
+        number, begin = (program - own * rest) * tails, steps - tail
+        count = tl.maximum(tl.minimum(tails, rest - number), 0)
     number_c, number_d = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D)
     number_cd = number_c[:, None] * BLOCK_D + number_d[None, :]
-    for number in range(begin // tl.maximum(length, 1), tl.cdiv(end, tl.maximum(length, 1))):
-        tile_c, tile_d = tile_at(whole + number, tiles_c, tiles_d, GROUP)
-        start = tl.maximum(begin - number * length, 0)
-        place = tl.where(in_tails & (start == 0), PROGRAMS + number, program)
-        first = tl.where(in_tails, own * part, 0)
+    for each in range(number, number + count):
+        tile_c, tile_d = tile_at(whole + each, tiles_c, tiles_d, GROUP)
         sum_cd = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
-        for step in range(first + start, first + tl.minimum(end - number * length, length)):
+        for step in range(begin, end):
             exp_cv = exp_CV.load([tile_c * BLOCK_C, step * BLOCK_V])
             weight_vd = weight_VD.load([step * BLOCK_V, tile_d * BLOCK_D])
             sum_cd = tl.dot(exp_cv, weight_vd, sum_cd)
+        place = tl.where(program < own * rest, program, own * rest + each)
         tl.store(part_ptr + place * (BLOCK_C * BLOCK_D) + number_cd, sum_cd)
 
 
@@ -195,7 +192,7 @@ def _sum_parts_kernel(
     counted = counted_rows(count_ptr, first_place, C)
     tiles_c, tiles_d = tl.cdiv(counted, BLOCK_C), tl.cdiv(D, BLOCK_D)
     tiles, number = tiles_c * tiles_d, tl.program_id(0)
-    whole, own, part, tail = _division(tiles, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
+    whole, own, part, tail, _ = _division(tiles, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
     rest = tiles - whole
     if number < rest:
         factor = 1.0
@@ -207,11 +204,7 @@ def _sum_parts_kernel(
         for each in range(tl.cdiv(tl.cdiv(V, BLOCK_V) - tail, part)):
             sum_rd += tl.load(part_ptr + (each * rest + number) * (BLOCK_C * BLOCK_D) + number_rd)
         if tail > 0:
-            sum_rd += tl.load(part_ptr + (PROGRAMS + number) * (BLOCK_C * BLOCK_D) + number_rd)
-            share = tl.cdiv(rest * tail, PROGRAMS - own * rest)
-            next = number * tail // share + 1  # the program in tails that goes on
-            if next * share < (number + 1) * tail:
-                sum_rd += tl.load(part_ptr + (own * rest + next) * (BLOCK_C * BLOCK_D) + number_rd)
+            sum_rd += tl.load(part_ptr + (own * rest + number) * (BLOCK_C * BLOCK_D) + number_rd)
         tile_c, tile_d = tile_at(whole + number, tiles_c, tiles_d, GROUP)
         row_vectors = _row_vectors(
             tile_c * BLOCK_C + row_r, counted, row_C_ptr, target_C_ptr, ignored_C_ptr, row_scale_C_ptr,

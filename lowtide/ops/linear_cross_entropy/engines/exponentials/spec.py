@@ -14,6 +14,7 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import (
     ByteCounts,
     ClassBlocks,
     exponentials_stride,
+    formed_again_bytes,
     forms_targets_again,
 )
 from lowtide.ops.linear_cross_entropy.planning.call import Call
@@ -71,8 +72,8 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
     is_bfloat16 = call.head.weights[0].dtype == torch.bfloat16
     if is_bfloat16 and call.options.few_tokens and not call.options.label_smoothing:
         one_product_row = counts.token_bytes
-        again = forms_targets_again(call.N)
-        target_rows_bytes = call.N * (call.N * size + call.D * sum_size if again else call.D)
+        again = forms_targets_again(call.N, call.D)
+        target_rows_bytes = formed_again_bytes(call.N, call.D, size) if again else call.N * call.D
     parts, parts_row = parts_bytes(max(with_gradient(call), default=0), call.V)
     return replace(
         with_packed_sum(counts, call),

@@ -98,14 +98,15 @@ def own_product_seconds(rows: int, columns: int, summed: int) -> float:
     waves, rest = divmod(-(-rows // OWN[0]) * -(-columns // OWN[1]), MULTIPROCESSORS)
     longest, traffic, fewest = float(summed if rest else 0), 0.0, FEWEST_CLASSES_OF_PART
     if rest and (own := min(MULTIPROCESSORS // rest, summed // fewest)):
-        even, share = float(-(-summed // own)), rest * summed / MULTIPROCESSORS
-        parts, tail = own * rest, summed - own * share
-        if own == MULTIPROCESSORS // rest and tail > 0:
-            shared = share + (share // tail + 2) * fewest / 2
-            if shared < even:
-                even, parts = shared, MULTIPROCESSORS + rest
-        if even + 2 * fewest < summed:
-            longest, traffic = even, 2 * START + 8 * parts * OWN[0] * OWN[1] / SUM_SPEED
+        shortest, parts = summed / own, own * rest
+        left = MULTIPROCESSORS - parts
+        if own == MULTIPROCESSORS // rest and left:
+            tails = -(-rest // left)
+            with_tails = summed * tails / (own * tails + 1) + (tails + 1) * fewest / 2
+            if with_tails < shortest:
+                shortest, parts = with_tails, parts + rest
+        if shortest + 2 * fewest < summed:
+            longest, traffic = shortest, 2 * START + 8 * parts * OWN[0] * OWN[1] / SUM_SPEED
     seconds = (waves * summed + longest) * SECONDS * (1 if _aligned(columns) else UNALIGNED_DX)
     return START + max(seconds, _operands(rows, columns, summed) / GEMM_SPEED) + traffic
 

@@ -26,6 +26,7 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     choose_sum_bits,
     choose_weight_gradient,
     fewest_rows,
+    prefers_sum,
 )
 
 # Ignored rows may be skipped in calls of at least so many tokens, up to this ratio of the predicted
@@ -72,9 +73,11 @@ def _without_float32_sum(free: int, counts: ByteCounts, bits: int) -> Iterator[T
     """Yield the sizes of each way to form dW that fits, but for a float32 sum."""
     packed = counts.packed_bytes(bits)
     fewest = max(fewest_rows(counts, "packed", bits), ROW_TILE[counts.device])
-    if packed and counts.most_rows(free - packed) >= min(counts.N, fewest):
+    packs = packed and counts.most_rows(free - packed) >= min(counts.N, fewest)
+    if packs:
         yield _sizes(free, counts, "packed", bits)
-    if counts.one_product_row and free >= counts.smallest_copy + counts.single_product():
+    one_product = counts.one_product_row and free >= counts.smallest_copy + counts.single_product()
+    if one_product and not (packs and prefers_sum(counts)):
         yield _sizes(free, counts, "single_product", bits)
     yield _sizes(free, counts, "class_blocks", bits)
 

@@ -34,9 +34,9 @@ OPTIONS = {"softcap": 3.0, "z_loss": 0.1}
 # Tokens and classes.
 SIZES = {
     "single_product": (64, 8200),
-    "accumulate": (2048, 8200),
-    "packed": (2048, 8200),
-    "class_blocks": (2048, 8200),
+    "accumulate": (2048, 8100),
+    "packed": (2048, 8100),
+    "class_blocks": (2048, 8100),
 }
 
 
