@@ -8,6 +8,7 @@ All names of torch's FSDP2 that are not public are in this file.
 """
 
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -205,21 +206,26 @@ def refuse_derived(name: str, tensor: Any) -> None:
     """
     if torch.compiler.is_compiling() or not is_dtensor(tensor):
         return
-    if is_parameter(tensor) or getattr(tensor, MARK, False):
+    if is_parameter(tensor) or getattr(tensor, MARK, False) or not _shards_on_mesh_of(tensor):
         return
-    for _, each in _parameters():
-        own = each.sharded_param
-        if (
-            is_dtensor(own)
-            and own.device_mesh == tensor.device_mesh
-            and not getattr(each, "is_dtensor", False)
-        ):
-            raise ArgumentError(
-                f"{name} must be the parameter that FSDP2 shards, got a DTensor that is computed from it, as "
-                "by .detach() or state_dict(): its shards would be taken for a tensor-parallel weight, whose "
-                "ranks have the same tokens; pass the parameter itself (under torch.no_grad() if it is to "
-                "have no gradient), or the whole of a detached one by .full_tensor()"
-            )
+    gc.collect()  # a unit that is no longer used may be waiting for this
+    if _shards_on_mesh_of(tensor):
+        raise ArgumentError(
+            f"{name} must be the parameter that FSDP2 shards, got a DTensor that is computed from it, as by "
+            ".detach() or state_dict(): its shards would be taken for a tensor-parallel weight, whose ranks "
+            "have the same tokens; pass the parameter itself (under torch.no_grad() if it is to have no "
+            "gradient), or the whole of a detached one by .full_tensor()"
+        )
+
+
+def _shards_on_mesh_of(tensor: Any) -> bool:
+    """Return True if FSDP2 shards a parameter, which has one placement, on the mesh of a DTensor."""
+    return any(
+        is_dtensor(each.sharded_param)
+        and each.sharded_param.device_mesh == tensor.device_mesh
+        and not getattr(each, "is_dtensor", False)
+        for _, each in _parameters()
+    )
 
 
 def check_gathered(name: str, parameter: Tensor) -> None:

@@ -5,6 +5,7 @@ One rank alone, whose parts are whole. Shapes: D features, V classes.
 """
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -97,3 +98,23 @@ def test_checks_of_fsdp_stay(device, new_mesh, went):
     for weight in (head.weight, alone.weight):
         lowtide.linear_cross_entropy(x, weight, target, backend="triton").backward()
     torch.testing.assert_close(head.weight.grad.full_tensor(), alone.weight.grad)
+
+
+def test_weight_divided_after_a_unit_is_gone(device, new_mesh):
+    """A unit of FSDP2 on the same mesh that waits for its collection is none that the weight is of."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    mesh, (x, w, target) = new_mesh(), tensors(device)
+    divided = on_mesh(w, mesh, Shard(0))
+    gc.collect()
+    gc.disable()
+    try:
+        unit = fully_shard(torch.nn.Linear(D, V, bias=False, device=x.device), mesh=mesh)
+        unit.itself = [unit]
+        with pytest.raises(ValueError, match="the parameter that FSDP2 shards"):
+            lowtide.linear_cross_entropy(x, divided, target)
+        del unit
+        lowtide.linear_cross_entropy(x, divided, target)
+    finally:
+        gc.enable()
