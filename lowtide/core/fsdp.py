@@ -219,7 +219,7 @@ def refuse_derived(name: str, tensor: Any) -> None:
 
 
 def _shards_on_mesh_of(tensor: Any) -> bool:
-    """Return True if FSDP2 shards a parameter, which has one placement, on the mesh of a DTensor."""
+    """Return True if FSDP2 shards a plain parameter on the mesh of this DTensor."""
     return any(
         is_dtensor(each.sharded_param)
         and each.sharded_param.device_mesh == tensor.device_mesh

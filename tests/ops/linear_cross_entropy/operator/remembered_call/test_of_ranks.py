@@ -101,7 +101,7 @@ def test_checks_of_fsdp_stay(device, new_mesh, went):
 
 
 def test_weight_divided_after_a_unit_is_gone(device, new_mesh):
-    """A unit of FSDP2 on the same mesh that waits for its collection is none that the weight is of."""
+    """The weight is not taken for one of a unit that only waits for its collection."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
