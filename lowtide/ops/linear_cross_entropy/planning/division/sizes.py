@@ -43,7 +43,7 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
     Ignored rows are skipped unless a call that ignores none would take too long by it.
     """
     takes_all, of_skipping = _choose_sizes(workspace, counts), counts.of_skipping()
-    if not counts.may_skip or counts.N < FEWEST_TOKENS or workspace < of_skipping.smallest_workspace:
+    if not may_skip(counts) or workspace < of_skipping.smallest_workspace:
         return takes_all
     tiling = replace(_choose_sizes(workspace, of_skipping), skips_ignored=True)
     # The shapes of the operator's outputs are told before the plan is made, from the way without
@@ -53,6 +53,11 @@ def choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:
     if keeps_sum and tiling.weight_gradient != "class_blocks" and step_seconds(of_skipping, tiling) <= most:
         return tiling
     return takes_all
+
+
+def may_skip(counts: ByteCounts) -> bool:
+    """Return True if a call may skip ignored rows, where that takes little if none is ignored."""
+    return counts.may_skip and counts.N >= FEWEST_TOKENS
 
 
 def _choose_sizes(workspace: int, counts: ByteCounts) -> Tiling:

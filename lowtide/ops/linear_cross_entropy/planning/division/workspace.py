@@ -5,7 +5,7 @@ rows or classes at a time, or for no single GEMM of few tokens.
 """
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
-from lowtide.ops.linear_cross_entropy.planning.division.sizes import FEWEST_TOKENS, choose_sizes
+from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes, may_skip
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import FEWEST_CLASSES_PER_TOKEN
 
@@ -53,7 +53,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
         numbers = BESIDE[counts.device] * (counts.N + counts.D + counts.V)
         most_held = dense + ROOM[counts.device] + numbers + rows * on_cuda
         one_chunk = [counts.with_smaller_products(0).one_chunk]
-        if counts.may_skip and counts.N >= FEWEST_TOKENS:
+        if may_skip(counts):
             # Parts of dX's tiles may take more than a small product.
             one_chunk.append(counts.of_skipping().one_chunk)
         dense = max([dense, *(each for each in one_chunk if each <= most_held)])
