@@ -1,9 +1,8 @@
 """Run the exponentials engine on a CPU with bfloat16 units.
 
 The formulas are in exponentials/engine.py, the GEMMs in gemm/. The engine supports one linear term
-and class indices, but no soft cap, no label smoothing and no log-probabilities (spec.py has the
-list). If the reference of a row is too far below the row's largest logit, the exponentials of its
-chunk are computed again.
+and class indices, but no soft cap and no log-probabilities (spec.py has the list). If the reference
+of a row is too far below the row's largest logit, the exponentials of its chunk are computed again.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -22,6 +21,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
     ExcludedTargetStats,
     RowCoefs,
     excluded_coefs,
+    excluded_logsumexp,
 )
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import (
     WeightAccumulator,
@@ -29,8 +29,8 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import (
 )
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import FloatSum
 
-RowFactors = tuple[Tensor, Tensor]
-"""c and h of exponentials/engine.py, for each row."""
+OfTokens = tuple[Tensor, Tensor, Tensor | None]
+"""c and h of exponentials/engine.py, for each row, and the sum of smoothing_coef x over rows."""
 
 
 class CpuExponentialsEngine(LossEngine):
@@ -40,7 +40,7 @@ class CpuExponentialsEngine(LossEngine):
 
     def walk_tokens(
         self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
-    ) -> RowFactors:
+    ) -> OfTokens:
         plan, (operand,), (dw,), db = self.plan, self.operands, gradients.weights, gradients.bias
         sum = choose_accumulator(plan, 0, dw, gemm.multiply_transposed)
         dx = self.input_rows(gradients.inputs[0])
@@ -48,6 +48,9 @@ class CpuExponentialsEngine(LossEngine):
         exp_CV = self.buffer(plan.rows, self.V, dtype=plan.compute_dtype) if needs_grad else None
         row_scale_M = torch.empty_like(coefs.target_coef_N)
         target_weight_coef_M = torch.empty_like(row_scale_M)
+        total_weight_D = smoothing_row_D = None
+        if coefs.smoothing_coef_N is not None:
+            total_weight_D, smoothing_row_D = self._total_weight(), self.buffer(operand.D).zero_()
         for rows in blocks(self.M, plan.rows):
             row, stat, x_CD = coefs[rows], stats[rows], operand.rows(rows)
             w_CD = operand.weight_VD[row.target_N].to(plan.sum_dtype)
@@ -59,6 +62,8 @@ class CpuExponentialsEngine(LossEngine):
             elif e_CV is not None:
                 self._exponentials(x_CD, e_CV, row.target_N, stat.max_N)
             c_C, h_C = excluded_coefs(row, stat, logit_C, take_nll=take_stats)
+            if total_weight_D is not None and take_stats:
+                self._take_smooth_nll(x_CD, logit_C, total_weight_D, stat)
             row_scale_M[rows], target_weight_coef_M[rows] = c_C, h_C
             if e_CV is None:
                 continue
@@ -66,20 +71,28 @@ class CpuExponentialsEngine(LossEngine):
                 dx_CD = dx.memory(rows)
                 gemm.multiply(dx_CD, e_CV, operand.weight_VD, add=False)
                 dx_CD.mul_(c_C[:, None]).add_(w_CD.mul_(h_C[:, None]))
+                if total_weight_D is not None:
+                    dx_CD.addr_(row.smoothing_coef_N, total_weight_D, alpha=-1)
                 dx.store(rows)
             del w_CD  # free it before another tensor of its size is allocated
+            if smoothing_row_D is not None:
+                smoothing_row_D += scaled(x_CD, row.smoothing_coef_N[:, None]).sum(0)
             if sum is not None:
                 self._add_rows(sum, e_CV, x_CD, row.target_N, c_C, h_C, first=rows.start == 0)
             if db is not None:
                 self._add_bias(db.tensor, e_CV, row.target_N, c_C, h_C)
         if sum is not None and self.M:
+            if smoothing_row_D is not None:
+                sum.subtract_outer(self.class_weight_V, smoothing_row_D)
             sum.finish()
-        return row_scale_M, target_weight_coef_M
+        if db is not None and coefs.smoothing_coef_N is not None:
+            db.tensor.sub_(self._class_weights() * coefs.smoothing_coef_N.sum())
+        return row_scale_M, target_weight_coef_M, smoothing_row_D
 
     def walk_classes(
-        self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, of_tokens: RowFactors
+        self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, of_tokens: OfTokens
     ) -> None:
-        (row_scale_M, target_weight_coef_M), (dw,) = of_tokens, gradients.weights
+        (row_scale_M, target_weight_coef_M, smoothing_row_D), (dw,) = of_tokens, gradients.weights
         assert dw is not None
         plan, operand = self.plan, self.operands[0]
         sum_BD = self.buffer(plan.block_classes, operand.D)
@@ -94,7 +107,44 @@ class CpuExponentialsEngine(LossEngine):
                 self._exponentials(x_CD, e_CB, target_C, stats.max_N[rows], classes)
                 c_C, h_C = row_scale_M[rows], target_weight_coef_M[rows]
                 self._add_rows(sum, e_CB, x_CD, target_C, c_C, h_C, first=rows.start == 0)
+            if smoothing_row_D is not None:
+                sum.subtract_outer(self.class_weight_V, smoothing_row_D)
             pending_gradient.scale_into(dw.tensor[classes], sum_BD[:B], dw.applied, plan.backend, spent=True)
+
+    # Label smoothing, whose term of the logits' gradient is smoothing_coef w, of rank 1.
+
+    def _class_weights(self) -> Tensor:  # [V]
+        return self.buffer(self.V).fill_(1) if self.class_weight_V is None else self.class_weight_V
+
+    def _total_weight(self) -> Tensor:  # [D]
+        """Return sum_v w_v W_v, exact to float32."""
+        return self._times_matrix(self._class_weights(), self.operands[0].weight_VD)
+
+    def _take_smooth_nll(
+        self, x_CD: Tensor, logit_C: Tensor, total_weight_D: Tensor, stat: ExcludedTargetStats
+    ) -> None:
+        """Write sum_v w_v (lse - z_v) of each row, without a logit but the target's."""
+        bias_V, scale = self.transform.bias_V, self.transform.scale
+        smooth_logit_C = scaled(x_CD, total_weight_D).sum(1)
+        if bias_V is not None:
+            smooth_logit_C += (self._class_weights() * bias_V).sum()
+        if scale is not None:
+            smooth_logit_C *= scale
+        lse_C = excluded_logsumexp(stat, logit_C)
+        torch.sub(lse_C * self.rows.total_weight(), smooth_logit_C, out=stat.smooth_nll_N)
+
+    def _times_matrix(self, vector_R: Tensor, matrix_RS: Tensor) -> Tensor:  # [S]
+        """Return the product of a float32 vector and a bfloat16 matrix, exact to float32.
+
+        The GEMM reads bfloat16. So each number is written as a sum of three bfloat16 numbers.
+        """
+        rest_R, parts = vector_R, []
+        for _ in range(3):
+            parts.append(rest_R.to(matrix_RS.dtype))
+            rest_R = rest_R - parts[-1]
+        sum_S3 = self.buffer(matrix_RS.shape[1], 3)
+        gemm.multiply_transposed(sum_S3, matrix_RS, torch.stack(parts, 1), add=False)
+        return sum_S3.sum(1)
 
     # Steps of the walks.
 
@@ -165,14 +215,5 @@ class CpuExponentialsEngine(LossEngine):
         sum.add_target_rows(x_CD, h_C, target_C, slice(None))
 
     def _add_bias(self, db_V: Tensor, e_CV: Tensor, target_C: Tensor, c_C: Tensor, h_C: Tensor) -> None:
-        """Add the chunk's bias gradient, E^T c and h at the targets, exact to float32.
-
-        The GEMM reads bfloat16. So each number of c is written as a sum of three bfloat16 numbers.
-        """
-        rest_C, parts = c_C, []
-        for _ in range(3):
-            parts.append(rest_C.to(e_CV.dtype))
-            rest_C = rest_C - parts[-1]
-        sum_V3 = self.buffer(self.V, 3)
-        gemm.multiply_transposed(sum_V3, e_CV, torch.stack(parts, 1), add=False)
-        db_V.add_(sum_V3.sum(1)).index_add_(0, target_C, h_C)
+        """Add the chunk's bias gradient, E^T c and h at the targets."""
+        db_V.add_(self._times_matrix(c_C, e_CV)).index_add_(0, target_C, h_C)

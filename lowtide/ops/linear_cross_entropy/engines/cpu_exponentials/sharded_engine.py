@@ -12,7 +12,7 @@ from lowtide.core.elementwise import scaled
 from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats, sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.engine import (
     CpuExponentialsEngine,
-    RowFactors,
+    OfTokens,
 )
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
@@ -33,7 +33,7 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
 
     def walk_tokens(
         self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
-    ) -> RowFactors:
+    ) -> OfTokens:
         plan, (operand,), (dw,), db = self.plan, self.operands, gradients.weights, gradients.bias
         assert plan.agreement is not None
         coefs = own_places(coefs, self.first_class, self.V)
@@ -81,10 +81,10 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
             summed.finish()
         if sum is not None and self.M:
             sum.finish()
-        return row_scale_M, target_weight_coef_M
+        return row_scale_M, target_weight_coef_M, None
 
     def walk_classes(
-        self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, of_tokens: RowFactors
+        self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, of_tokens: OfTokens
     ) -> None:
         super().walk_classes(own_places(coefs, self.first_class, self.V), stats, gradients, of_tokens)
 

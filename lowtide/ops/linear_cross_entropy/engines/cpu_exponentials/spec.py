@@ -40,7 +40,7 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         "it takes class indices": call_kind.probabilities,
         "it takes no learned scale": call_kind.needs_grad.scale,
         "it takes no soft cap": options.softcap,
-        "it takes no label smoothing": options.label_smoothing,
+        "it takes no label smoothing of a sharded head": options.label_smoothing and options.sharded,
         "it takes a head whose classes are not divided into segments": options.segments,
     }
     for reason, applies in refused.items():
@@ -73,6 +73,8 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         block_logit=size,
         bias_vectors=6,
     )
+    if call.options.label_smoothing:  # class weights, their product with the weight, and its operands
+        counts = replace(counts, fixed=counts.fixed + 20 * call.V + 24 * call.D)
     one_product_row, rounded_block = 0, 0
     if counts.weight_sum and call.options.few_tokens:
         one_product_row = counts.token_bytes

@@ -63,12 +63,13 @@ class FloatSum:
             sum_BD.index_add_(0, place_N[here], scaled(x[row], coef_N[row, None]))
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
-        row_D = self._times_factor(row_D)
+        row_D, first = self._times_factor(row_D), self.first_class
         for classes, sum_BD in self.parts:
             if class_weight_V is None:
                 sum_BD.sub_(row_D)
             else:
-                sum_BD.addr_(class_weight_V[classes], row_D, alpha=-1)
+                weight_B = class_weight_V[first + classes.start : first + classes.stop]
+                sum_BD.addr_(weight_B, row_D, alpha=-1)
 
     def finish(self) -> None:
         """Do nothing, because the sum is rounded when the `remaining` factor is applied."""
@@ -122,6 +123,7 @@ class RoundedBlocks:
         self.gradient_VD, self.applied = gradient_VD, applied
         self.block_classes, self.multiply = block_classes, multiply
         self.targets: tuple[Tensor, Tensor, Tensor, RowNumbers] | None = None
+        self.outer: tuple[Tensor | None, Tensor] | None = None
 
     def add_product(
         self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
@@ -133,7 +135,7 @@ class RoundedBlocks:
         self.targets = x, coef_N, class_N, order_N
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
-        raise AssertionError("on a CPU label smoothing is part of the gradient of the logits")
+        self.outer = class_weight_V, row_D
 
     def finish(self) -> None:
         V, D = self.gradient_VD.shape
@@ -144,6 +146,8 @@ class RoundedBlocks:
             sum.add_product(self.g_CV[:, classes], self.x_CD, first=True, last=True)
             if self.targets is not None:
                 sum.add_target_rows(*self.targets)
+            if self.outer is not None:
+                sum.subtract_outer(*self.outer)
             self.gradient_VD[classes] = sum_BD[:B].mul_(self.applied)
 
 

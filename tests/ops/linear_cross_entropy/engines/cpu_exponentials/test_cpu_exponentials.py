@@ -40,19 +40,23 @@ def is_kind(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("options", [{}, {"z_loss": 0.01, "logit_scale": 0.7}], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"z_loss": 0.01, "logit_scale": 0.7, "label_smoothing": 0.1}, {"label_smoothing": 0.3}],
+    ids=["plain", "options", "smoothing"],
+)
 @pytest.mark.parametrize("V", [502, 503])
 def test_gradients_and_workspace(V, options, reduction, kind):
     rows, features = 1100 if kind == "accumulate" else 370, 160
-    own = {"bias": bool(options), "class_weight": bool(options)}
+    own = {"bias": "z_loss" in options, "class_weight": "z_loss" in options}
     inputs = make_inputs(rows, features, V, dtype=BF16, **own)
-    z_loss = options.get("z_loss", 0.0)
-    workspace = workspace_for(inputs, is_kind("packed" if kind == "class_blocks" else kind), z_loss=z_loss)
+    told = {name: value for name, value in options.items() if name != "logit_scale"}
+    workspace = workspace_for(inputs, is_kind("packed" if kind == "class_blocks" else kind), **told)
     # The most memory that still needs class blocks; with the least, blocks have a few numbers only.
     if kind == "class_blocks":
         workspace = workspace * 3 // 4
-        assert is_kind(kind)(planned(inputs, workspace, z_loss=z_loss))
-    plan = planned(inputs, workspace, z_loss=z_loss)
+        assert is_kind(kind)(planned(inputs, workspace, **told))
+    plan = planned(inputs, workspace, **told)
     assert plan.rows < rows or kind == "accumulate"
     upstream = torch.randn(rows) if reduction == "none" else -0.5
     actual = differentiate(fused, inputs, upstream, workspace=workspace, reduction=reduction, **options)
@@ -195,9 +199,8 @@ def test_engine_chosen():
         return planned(make_inputs(dtype=BF16, **made), None, log_probs=log_probs, **options).cpu_exponentials
 
     assert taken()
-    assert taken(z_loss=0.1)
+    assert taken(z_loss=0.1, label_smoothing=0.1)
     assert not taken(softcap=3.0)
-    assert not taken(label_smoothing=0.1)
     assert not taken(log_probs=True)
     assert not taken(probabilities=True)
     assert not taken(logit_scale=True)

@@ -49,7 +49,11 @@ def _units(monkeypatch):
 
 
 @pytest.mark.usefixtures("_units")
-@pytest.mark.parametrize("options", [{}, {"z_loss": 0.01, "logit_scale": 0.7}], ids=["plain", "options"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"z_loss": 0.01, "logit_scale": 0.7, "label_smoothing": 0.1}],
+    ids=["plain", "options"],
+)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("V", [502, 503])
 def test_single_product_gradients_and_workspace(monkeypatch, V, reduction, options):
