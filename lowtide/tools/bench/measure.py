@@ -18,9 +18,9 @@ work.
 A divergence of two heads needs the teacher's logits as well. Its floor computes the product of the
 logits twice.
 
-If a plain call is given, it is timed between the floor and each provider, and shows how much more
-time the provider takes. Providers then compute different things, so they have no errors; instead,
-all results are checked to be finite.
+If a plain call is given, it is timed in turn too, and shows how much more time the provider takes.
+Providers then compute different things, so they have no errors; instead, all results are checked to
+be finite.
 
 Legend: N tokens, D features, V classes, C tokens in a chunk.
 """
@@ -137,7 +137,7 @@ class _Bench:
         self.plain = plain.call(case, self.inputs) if plain else None
         truth = truth or partial(exact, mode=mode, softcap=case.softcap)
         self.truth = None if plain else own_results(case, truth(*whole))
-        # These calls are timed in turn, before each provider.
+        # These calls are timed in turn with each provider.
         self.beside: dict[str, Callable[[], object]] = {"floor": floor(*self.inputs, mode, case.heads)}
         if any(size % ALIGNMENT for size in self.inputs[1].shape):
             self.beside["aligned"] = floor(*aligned(*self.inputs), mode, case.heads)
@@ -146,9 +146,10 @@ class _Bench:
             # Compile and tune it before it is timed, with or without a row of its own.
             self.step(self.plain)
             self.warm_up(self.plain, self.once(self.plain))
-        if case.ranks > 1:  # Time it last, so that no rank's step waits for another's floor.
+        self.alternate = partial(alternate, device=case.device)
+        if case.ranks > 1:  # so that no rank's step waits for another's floor
             together = torch.zeros(1, device=case.device)
-            self.beside["ranks"] = partial(dist.all_reduce, together)
+            self.alternate = partial(self.alternate, between=partial(dist.all_reduce, together))
 
     def measure(self, call: TimedCall) -> Figures:
         # The first call compiles and tunes; it and the next ones also warm up what is timed
@@ -165,9 +166,9 @@ class _Bench:
         if from_first(lambda: once_ms <= SLOW_MS):
             self.warm_up(call, once_ms)
             calls["step"] = partial(self.step, call)
-            round_ms = sum(span for (span,) in alternate(calls.values(), 1, self.case.device))
+            round_ms = sum(span for (span,) in self.alternate(calls.values(), 1))
             rounds = from_first(lambda: max(MIN_ROUNDS, min(MAX_ROUNDS, int(self.budget_ms / round_ms))))
-        spans = dict(zip(calls, alternate(calls.values(), rounds, self.case.device), strict=True))
+        spans = dict(zip(calls, self.alternate(calls.values(), rounds), strict=True))
         step_ms = [ms / call.losses for ms in spans.get("step", [once_ms] * len(spans["floor"]))]
         p20, median, p80 = quantiles(step_ms, 0.2, 0.5, 0.8)
         beside = {name: (*quantiles(spans[name], 0.5), ratio(step_ms, spans[name])) for name in self.beside}

@@ -17,12 +17,14 @@ def alternate(
     device: str,
     lead_ms: float = 0.0,
     together: int = 1,
+    between: Callable[[], object] | None = None,
 ) -> list[list[float]]:
     """Return the milliseconds of each call in each round.
 
     The order is shuffled in each second round and reversed in the others, since a call may take up
     to 2 % longer at one place in a round than at another. The shuffles are those of one seed, so
-    that runs compare. Each `together` calls stay in their order, as a forward and its backward.
+    that runs compare, and ranks take the same order. Each `together` calls stay in their order, as
+    a forward and its backward. `between`, if given, is called before each call and is not timed.
 
     CUDA is timed between events, so that the host may run ahead. The card begins each round
     `lead_ms` later than the host, so that it need not wait for the host where that takes longer.
@@ -37,6 +39,9 @@ def alternate(
             torch.cuda._sleep(int(lead_ms * CYCLES_PER_MS))
         before = _mark(device)
         for number in chain(*order):
+            if between is not None:
+                between()
+                before = _mark(device)
             calls[number]()
             after = _mark(device)
             turns[number].append((before, after))

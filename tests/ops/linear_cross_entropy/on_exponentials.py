@@ -54,12 +54,11 @@ def put_everywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packed_triton, name, size)
     for name, size in (("BLOCK_V", 16), ("SUMMED_ROWS", 8)):
         monkeypatch.setattr(input_gradient, name, size)
-    for name, size in (
-        ("DX_TILE", (16, 32)),
-        ("FEWEST_CLASSES_OF_PART", 16),
-        ("most_parts", lambda *shape: 3),
-    ):
+    for name, size in (("DX_TILE", (16, 32)), ("FEWEST_CLASSES_OF_PART", 16)):
         monkeypatch.setattr(cost_model, name, size)
+    most_parts = cost_model.most_parts
+    monkeypatch.setattr(cost_model, "most_parts", lambda C, D, V, programs=3: most_parts(C, D, V, programs))
+    monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: 3)
     prepare = matmul.Operand.__init__
 
     def prepare_widened(self, input, weight_VD, dtype, *rest):

@@ -23,7 +23,7 @@ PRODUCT_BYTES, FEWEST_PRODUCT_ROWS = 18 << 20, 256  # decision 0074
 
 # Of at most so many tokens, cuBLAS forms dW by a single GEMM, and the rows of the target classes
 # once more in float32, if these take no more memory than a small product of dX. Else the single
-# GEMM is our own, and keeps these rows exact.
+# GEMM is our own, and keeps these rows in 24 bits.
 FORMED_AGAIN = 1024  # decision 0088
 
 
@@ -37,7 +37,7 @@ def formed_again_bytes(N: int, D: int, size: int = 2) -> int:
 
     An exponential has `size` bytes.
     """
-    return N * (N * size + D * 4)
+    return padded(N) * (N * size + D * 4)
 
 
 def padded(columns: int, multiple: int = 8) -> int:
@@ -169,7 +169,7 @@ class ByteCounts:
     parts: int = 0
     """Bytes of parts of tiles of dX, which take the place of `product` if rows are skipped.
 
-    `parts_row` bytes per row are added to them, of whole row tiles, but at most as many again.
+    A chunk also holds `parts_row` bytes for each row of its row tiles, but at most `parts` more.
     """
     parts_row: int = 0
     longest: int = 0

@@ -59,7 +59,7 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
     room = workspace - counts.fixed - counts.smallest_copy
     packs = counts.pipelined_rows > 0 and room >= counts.packed_sum + counts.chunk(counts.pipelined_rows)
     one_product = counts.one_product_row and room >= counts.single_product()
-    if one_product and not prefers_sum(counts):
+    if one_product and not prefers_sum(counts, room):
         return "single_product"
     if packs:
         return "packed"
@@ -72,9 +72,15 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
     return "single_product" if one_product else "class_blocks"
 
 
-def prefers_sum(counts: ByteCounts) -> bool:
-    """Return True if a packed sum is preferred to one GEMM over all tokens, where both fit."""
-    return counts.pipelined_rows > 0 and counts.N > MOST_TOKENS_OF_ONE_PRODUCT
+def prefers_sum(counts: ByteCounts, room: int) -> bool:
+    """Return True if chunks with a sum of 24 bits are preferred to one GEMM over all tokens.
+
+    Chunks and sum get `room` bytes.
+    """
+    if not counts.pipelined_rows or counts.N <= MOST_TOKENS_OF_ONE_PRODUCT:
+        return False
+    rows = counts.most_rows(room - counts.packed_sum)
+    return counts.pipelined_rows <= rows < counts.N
 
 
 def choose_sum_bits(free: int, counts: ByteCounts) -> int:

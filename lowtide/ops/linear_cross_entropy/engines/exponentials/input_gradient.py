@@ -8,9 +8,10 @@ several programs each multiply a part of the classes of one tile, and another ke
 parts in order (decisions 0079 and 0087). Of r such tiles and P programs, P // r programs for each
 tile take its first classes. Each program that is left takes the last classes, the tail, of the same
 number of tiles, one after another. So all programs take about the same time. Those that run side by
-side read the same classes at the same time, which is when the L2 cache has them. The division
-follows from the number of rows that count. So a row of dX may have other bits where another number
-of rows is ignored.
+side read the same classes at the same time, which is when the L2 cache has them. Where tails save
+nothing, or a program would have few classes, the parts of a tile are equal; where parts save too
+little, tiles stay whole. The division follows from the number of rows that count. So a row of dX
+may have other bits where another number of rows is ignored.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk; lower case = one tile, q a quarter of
 its features, r some of its rows.
@@ -35,25 +36,25 @@ SUMMED_ROWS = 32  # rows of a tile whose parts a program sums
 
 @triton.jit
 def _division(
-    tiles, V, most_parts, PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, BLOCK_V: tl.constexpr
+    tiles, V, PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Return how many tiles are whole, and how the others are divided.
 
     That is: the programs of each of these tiles, the steps of such a program, the steps of the
     tail, and how many tails each program that is left takes. Steps are those of the inner
-    dimension. All parts take at most `most_parts` tiles of memory, and a program of a tile has at
-    least FEWEST classes. Tiles are divided if that saves more than twice the steps of FEWEST
-    classes. The beginning of a part is taken to cost half of these steps.
+    dimension. A program of a tile has at least FEWEST classes. Tiles are divided if that saves more
+    than twice the steps of FEWEST classes. The beginning of a part is taken to cost half of these
+    steps.
     """
     steps, rest, fewest = tl.cdiv(V, BLOCK_V), tiles % PROGRAMS, FEWEST // BLOCK_V
     some = tl.maximum(rest, 1)
-    own = tl.minimum(tl.minimum(PROGRAMS, most_parts) // some, V // FEWEST)
+    own = tl.minimum(PROGRAMS // some, V // FEWEST)
     left = PROGRAMS - own * rest
     tails = tl.cdiv(rest, tl.maximum(left, 1))
     tail = steps // (own * tails + 1)
     even, shared = tl.cdiv(steps, tl.maximum(own, 1)), tl.cdiv(steps - tail, tl.maximum(own, 1))
     with_tails = shared + (tails + 1) * (fewest // 2)
-    leaves = (own == PROGRAMS // some) & (left > 0) & ((own + 1) * rest <= most_parts) & (with_tails < even)
+    leaves = (own == PROGRAMS // some) & (left > 0) & (with_tails < even)
     divides = (rest > 0) & (own > 0) & (tl.where(leaves, with_tails, even) + 2 * fewest < steps)
     whole = tl.where(divides, tiles - rest, tiles)
     return whole, own, tl.where(leaves, shared, even), tl.where(leaves, tail, 0), tails
@@ -100,11 +101,11 @@ def _row_vectors(
 
 
 @remember_launches
-@triton.jit(do_not_specialize=["most_parts"])
+@triton.jit
 def _input_gradient_product_kernel(
     exp_CV, weight_VD, weight_VD_ptr, target_C_ptr, ignored_C_ptr, row_scale_C_ptr,
     target_weight_coef_ptr, smoothing_coef_C_ptr, total_weight_D_ptr, factor_ptr, out_ptr,
-    row_C_ptr, count_ptr, first_place, weight_stride, out_stride, C, D, V, most_parts,
+    row_C_ptr, count_ptr, first_place, weight_stride, out_stride, C, D, V,
     PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +116,7 @@ def _input_gradient_product_kernel(
     counted = counted_rows(count_ptr, first_place, C)
     tiles_d = tl.cdiv(D, BLOCK_D)
     tiles_c = tl.cdiv(counted, BLOCK_C)
-    whole, _, _, _, _ = _division(tiles_c * tiles_d, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
+    whole, _, _, _, _ = _division(tiles_c * tiles_d, V, PROGRAMS, FEWEST, BLOCK_V)
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr)
@@ -143,9 +144,9 @@ def _input_gradient_product_kernel(
 
 
 @remember_launches
-@triton.jit(do_not_specialize=["most_parts"])
+@triton.jit
 def _parts_kernel(
-    exp_CV, weight_VD, part_ptr, count_ptr, first_place, C, D, V, most_parts,
+    exp_CV, weight_VD, part_ptr, count_ptr, first_place, C, D, V,
     PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +157,7 @@ def _parts_kernel(
     """
     tiles_c, tiles_d = tl.cdiv(counted_rows(count_ptr, first_place, C), BLOCK_C), tl.cdiv(D, BLOCK_D)
     tiles, program, steps = tiles_c * tiles_d, tl.program_id(0), tl.cdiv(V, BLOCK_V)
-    whole, own, part, tail, tails = _division(tiles, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
+    whole, own, part, tail, tails = _division(tiles, V, PROGRAMS, FEWEST, BLOCK_V)
     rest = tiles - whole
     number, count, begin, end = 0, 0, 0, steps
     if program < own * rest:
@@ -180,11 +181,11 @@ def _parts_kernel(
 
 
 @remember_launches
-@triton.jit(do_not_specialize=["most_parts"])
+@triton.jit
 def _sum_parts_kernel(
     part_ptr, weight_VD_ptr, target_C_ptr, ignored_C_ptr, row_scale_C_ptr, target_weight_coef_ptr,
     smoothing_coef_C_ptr, total_weight_D_ptr, factor_ptr, out_ptr, row_C_ptr, count_ptr, first_place,
-    weight_stride, out_stride, C, D, V, most_parts,
+    weight_stride, out_stride, C, D, V,
     PROGRAMS: tl.constexpr, FEWEST: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +193,7 @@ def _sum_parts_kernel(
     counted = counted_rows(count_ptr, first_place, C)
     tiles_c, tiles_d = tl.cdiv(counted, BLOCK_C), tl.cdiv(D, BLOCK_D)
     tiles, number = tiles_c * tiles_d, tl.program_id(0)
-    whole, own, part, tail, _ = _division(tiles, V, most_parts, PROGRAMS, FEWEST, BLOCK_V)
+    whole, own, part, tail, _ = _division(tiles, V, PROGRAMS, FEWEST, BLOCK_V)
     rest = tiles - whole
     if number < rest:
         factor = 1.0
@@ -244,16 +245,16 @@ def input_gradient(
     )  # fmt: skip
     strides = weight_VD.stride(0), out_ND.stride(0)
     _input_gradient_product_kernel[(programs,)](
-        *operands, *of_rows, *counted, *strides, C, D, V, most_parts,
+        *operands, *of_rows, *counted, *strides, C, D, V,
         **blocks, num_stages=STAGES, num_warps=WARPS,
     )  # fmt: skip
-    if most_parts > 1:
+    if most_parts:
         parts = torch.empty(most_parts * rows * width, dtype=torch.float32, device=exp_CV.device)
         _parts_kernel[(programs,)](
-            *operands, parts, *counted[1:], C, D, V, most_parts,
+            *operands, parts, *counted[1:], C, D, V,
             **blocks, num_stages=STAGES, num_warps=WARPS,
         )  # fmt: skip
         _sum_parts_kernel[(programs, rows // SUMMED_ROWS)](
-            parts, *of_rows, *counted, *strides, C, D, V, most_parts,
+            parts, *of_rows, *counted, *strides, C, D, V,
             **blocks, ROWS=SUMMED_ROWS, num_warps=WARPS,
         )  # fmt: skip

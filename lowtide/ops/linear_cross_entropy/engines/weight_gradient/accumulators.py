@@ -9,7 +9,8 @@ Triton's.
 A kernel on the Gluon pipeline takes all multiprocessors until it ends, so a collective beside it
 would begin or end alone. While one runs, a first part of the classes leaves it some.
 
-Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk.
+Shapes: N tokens, D features, P pairs of them, V classes; C tokens of a chunk; T targets: one of
+each token, and class 0 up to a multiple of 8.
 """
 
 import math
@@ -27,6 +28,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
     packed_triton,
     target_rows,
 )
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import OWN, SECONDS
 
 # What a sum over ranks takes beside a product (decision 0072): blocks of its kernel, and bytes a
@@ -152,9 +154,10 @@ class RoundedProduct:
             _add_product(pair_VP, low_VP, exp_NV, x_ND, add=False, counted=self.counted, targets=targets)
             target_rows.add_target_rows(pair_VP, low_NP, *rows, factor=self.factor, by_place=True)
             return
-        sum_ND = torch.empty(N, D, dtype=coef_N.dtype, device=class_N.device)
-        product(sum_ND, exp_NV.index_select(1, class_N.clamp(max=V - 1)).t(), x_ND)
-        target_rows.add_target_rows(self.gradient_VD, sum_ND, *rows, factor=self.factor, by_place=True)
+        class_T = torch.nn.functional.pad(class_N.clamp(max=V - 1), (0, padded(N) - N))
+        sum_TD = torch.empty(class_T.shape[0], D, dtype=coef_N.dtype, device=class_N.device)
+        product(sum_TD, exp_NV.index_select(1, class_T).t(), x_ND)
+        target_rows.add_target_rows(self.gradient_VD, sum_TD, *rows, factor=self.factor, by_place=True)
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:
         raise AssertionError("with label smoothing there is a sum")

@@ -70,6 +70,6 @@ def choose_accumulator(
             beside = plan.rows * dw.tensor.shape[1] * plan.sum_dtype.itemsize
         return accumulators.PackedSum(dw.tensor, dw.applied, bits=plan.sum_bits, beside=beside)
     if kind == "single_product":
-        ends_early = plan.skips_ignored or not forms_targets_again(plan.rows, dw.tensor.shape[1])
+        ends_early = not forms_targets_again(plan.rows, dw.tensor.shape[1])
         return accumulators.RoundedProduct(dw.tensor, dw.applied, ends_early=ends_early)
     return accumulators.TritonFloatSum(dw.tensor, dw.applied)

@@ -111,8 +111,8 @@ def _add_halves(
 ):  # fmt: skip
     """Add the product of a tile to the previous sum, in one half of the tile after the other.
 
-    With a factor, round the result to the gradient; with `targets`, that of other classes. Return
-    the next step.
+    With a factor, round the result to the gradient. With `targets`, round only classes that are no
+    targets. Return the next step.
     """
     first_V_ptr, low_CP_ptr = targets
     halves_vh = halves(sum_vd)

@@ -106,10 +106,10 @@ def less_smoothing(even_vh, odd_vh, class_weight_V_ptr, smoothing_row_D_ptr, cla
 
 @triton.jit
 def left_to_targets(even_vh, odd_vh, first_V_ptr, low_CP_ptr, classes, pairs, C, D, V):
-    """Return rounded pairs, but of the targets' classes the upper bits of pairs.
+    """Return the pairs to store: rounded, or for a target's class the upper 16 bits of each number.
 
-    Their lower bits are stored at the place where the class begins in the sorted targets, which
-    first_V holds. It holds C for a class that is no target.
+    The lower bits of such a class are stored at the place where it begins in the sorted targets.
+    first_V holds that place, or C for a class that is no target.
     """
     place_v = tl.load(first_V_ptr + classes, mask=classes < V, other=C)
     is_target_v = place_v < C

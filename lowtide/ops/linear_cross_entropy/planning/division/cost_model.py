@@ -51,9 +51,9 @@ def most_parts(rows: int, D: int, V: int, programs: int = MULTIPROCESSORS) -> in
 
 
 def parts_bytes(D: int, V: int) -> tuple[int, int]:
-    """Return the bytes of one part for each multiprocessor, and of the tiles of a row of dX.
+    """Return the bytes of one part for every multiprocessor, and of further parts per row of dX.
 
-    A chunk holds the first, and the second for each row, or the first twice if that is less.
+    A chunk holds the first plus the second times its rows, or twice the first if that is less.
     """
     height, width = dx_tile(D)
     return bool(D) * most_parts(0, D, V) * height * width * 4, -(-D // width) * width * 4

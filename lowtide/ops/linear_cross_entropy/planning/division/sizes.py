@@ -82,7 +82,7 @@ def _without_float32_sum(free: int, counts: ByteCounts, bits: int) -> Iterator[T
     if packs:
         yield _sizes(free, counts, "packed", bits)
     one_product = counts.one_product_row and free >= counts.smallest_copy + counts.single_product()
-    if one_product and not (packs and prefers_sum(counts)):
+    if one_product and not (packs and prefers_sum(counts, free)):
         yield _sizes(free, counts, "single_product", bits)
     yield _sizes(free, counts, "class_blocks", bits)
 

@@ -64,7 +64,7 @@ def _chunk_of_dw(counts: ByteCounts, rows: int, way: WeightGradient, bits: int) 
         if forms_targets_again(rows, D) and not counts.skips:
             of_targets = cost_model.product_seconds(rows, D, rows, 4 * rows * D)
             return cost_model.product_seconds(V, D, rows, 2 * V * D) + of_targets
-        return cost_model.packed_seconds(V, D, rows, 0, pipelined=is_large_gemm(rows, V, D))
+        return cost_model.packed_seconds(V, D, rows, V * D, pipelined=is_large_gemm(rows, V, D))
     return cost_model.product_seconds(V, D, rows, 2 * added)
 
 

@@ -88,7 +88,7 @@ def _input_gradient(**changes: Any) -> Build:
         "out_ptr": BF16,
         "row_C_ptr": I64,
         **COUNTED,
-        **dict.fromkeys(("weight_stride", "out_stride", "C", "D", "V", "most_parts"), I32),
+        **dict.fromkeys(("weight_stride", "out_stride", "C", "D", "V"), I32),
         **_SPLIT,
     }
     return Build(_INPUT_GRADIENT, "_input_gradient_product_kernel", arguments | changes, 8, 4, (90,))
@@ -147,7 +147,7 @@ BUILDS = {
     "parts of rows of dX": Build(
         _INPUT_GRADIENT, "_parts_kernel",
         {"exp_CV": "tensordesc<bf16[128, 64]>", "weight_VD": "tensordesc<bf16[64, 256]>", "part_ptr": F32,
-         **COUNTED, **dict.fromkeys(("C", "D", "V", "most_parts"), I32), **_SPLIT},
+         **COUNTED, **dict.fromkeys(("C", "D", "V"), I32), **_SPLIT},
         8, 4, (90,),
     ),
     "summed parts of rows of dX": _summed_parts(),

@@ -23,7 +23,6 @@ from lowtide.core import matmul
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
-from lowtide.ops.linear_cross_entropy.engines.exponentials import input_gradient
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, in_torch
@@ -170,7 +169,6 @@ def test_memory_matches_plan(
         monkeypatch.setattr(sizes, "FEWEST_TOKENS", 1)
         monkeypatch.setattr(sizes, "MOST_OF_SKIPPING", math.inf)
         monkeypatch.setattr(cost_model, "FEWEST_CLASSES_OF_PART", 128)
-        monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: cost_model.MULTIPROCESSORS)
     remembered.forget()
     # On a card it has no temporary where it rounds.
     for module in (accumulators, in_torch):

@@ -142,19 +142,30 @@ def test_terms_unsupported(device, taken, widths):
     assert not taken
 
 
-# One product of all tokens. Up to so many, rows of targets are formed again; else they stay exact.
+# One product of all tokens.
 
-WAYS = pytest.mark.parametrize("again", [0, 1 << 20], ids=["left exact", "formed again"])
+
+@pytest.fixture(params=[False, True], ids=["24 bits", "formed again"])
+def again(request, monkeypatch):
+    """Whether the rows of targets are formed again, or keep 24 bits in a GEMM of our own."""
+    monkeypatch.setattr(byte_counts, "FORMED_AGAIN", (1 << 20) * request.param)
+    ends_early, begin = set(), accumulators.RoundedProduct.__init__
+
+    def kept(self, *given, **options):
+        ends_early.add(options["ends_early"])
+        begin(self, *given, **options)
+
+    monkeypatch.setattr(accumulators.RoundedProduct, "__init__", kept)
+    yield request.param
+    assert ends_early == {not request.param}
 
 
 @pytest.mark.parametrize(
     "options", all_extended_but([{}], [{}, {"z_loss": 0.02, "softcap": 5.0, "logit_scale": 1.7}]), ids=str
 )
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@WAYS
-def test_single_product(device, options, reduction, again, monkeypatch):
+def test_single_product(device, options, reduction, again):
     """The gradient but for targets' rows: frequent ones, ignored ones and the last class too."""
-    monkeypatch.setattr(byte_counts, "FORMED_AGAIN", again)
     N, V = 75, 203
     inputs = make_inputs(N, 24, V, device=device, dtype=torch.bfloat16, bias=bool(options))
     with torch.no_grad():
@@ -167,9 +178,7 @@ def test_single_product(device, options, reduction, again, monkeypatch):
 
 
 @pytest.mark.parametrize("ignored", ["all", "nearly all"])
-@WAYS
-def test_single_product_ignored_tokens(device, ignored, again, monkeypatch):
-    monkeypatch.setattr(byte_counts, "FORMED_AGAIN", again)
+def test_single_product_ignored_tokens(device, ignored, again):
     inputs = make_inputs(40, 24, 101, device=device, dtype=torch.bfloat16)
     with torch.no_grad():
         inputs.target.fill_(-100)
@@ -179,10 +188,8 @@ def test_single_product_ignored_tokens(device, ignored, again, monkeypatch):
     run(inputs, reduction="sum", workspace=ROOM, factor=2.0 if device == "cuda" else 4.0)
 
 
-@WAYS
-def test_single_product_rounds_once(device, again, monkeypatch):
+def test_single_product_rounds_once(device, again):
     """As exact as a sum in float32 that is rounded at the end."""
-    monkeypatch.setattr(byte_counts, "FORMED_AGAIN", again)
     inputs = make_inputs(1100 if device == "cuda" else 96, 48, 150, device=device, dtype=torch.bfloat16)
     few = workspace_for(inputs, lambda plan: plan.weight_gradient == "packed", backend="triton")
     exact = differentiate(in_terms(cross_entropy, (48,)), inputs.to(torch.float64))["linear_weight"]

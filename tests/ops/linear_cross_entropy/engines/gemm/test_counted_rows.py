@@ -57,8 +57,8 @@ def test_exponentials_end_early(device, counted, first_place):
 @pytest.mark.parametrize("last", [False, True])
 def test_packed_product_ends_early(device, counted, add, last):
     """The product takes the rows up to the count. If there are none, and the sum is not to be
-    rounded, nothing is touched. A first product that is also the last is a gradient formed by a
-    single GEMM."""
+    rounded, nothing is touched. A first product that is also the last is that of a single GEMM,
+    which leaves the rows of targets with 24 bits."""
     C, D = 64, 32
     exp_CV = torch.rand(C, 104, device=device).bfloat16()
     x_CD = torch.randn(C, D, device=device).bfloat16()
@@ -69,34 +69,41 @@ def test_packed_product_ends_early(device, counted, add, last):
         exp_CV, x_CD = exp_CV.float(), x_CD.float()
     pair_VP = torch.randint(1 << 20, (104, D // 2), dtype=torch.int32, device=device)
     low_VP = torch.zeros(104, D // 2, dtype=torch.int16, device=device).view(torch.uint16)
-    factor = torch.tensor(0.5, device=device) if last else None
-    rounding = (factor, None, None)
+    more = {}
+    if last and add:
+        more["rounding"] = torch.tensor(0.5, device=device), None, None
+    first_V, target_V = torch.full((104,), C, dtype=torch.int32, device=device), torch.arange(104) % 3 == 1
+    first_V[target_V] = torch.randperm(C)[: target_V.sum()].to(first_V)
+    low_CP = torch.zeros(C, D // 2, dtype=torch.int16, device=device).view(torch.uint16)
+    if last and not add:
+        more["targets"] = first_V, low_CP
     found, expected = (pair_VP.clone(), low_VP.clone()), (pair_VP.clone(), low_VP.clone())
     chunk = chunk_of(device, counted, C)
-    packed_triton.add_product(*found, exp_CV, x_CD, add=add, counted=chunk, rounding=rounding)
-    packed_triton.add_product(*expected, exp_CV.nan_to_num(1.0), x_CD, add=add, rounding=rounding)
+    packed_triton.add_product(*found, exp_CV, x_CD, add=add, counted=chunk, **more)
+    packed_triton.add_product(*expected, exp_CV.nan_to_num(1.0), x_CD, add=add, **more)
     if counted == 0 and add and not last:
         assert torch.equal(found[0], pair_VP)
     else:
         assert torch.equal(found[0], expected[0])
     if last and not add:
-        gradient_VD = 0.5 * exp_CV.nan_to_num(1.0).double().t() @ x_CD.double()
+        gradient_VD = exp_CV.nan_to_num(1.0).double().t() @ x_CD.double()
         rounded_VD = found[0].view(torch.bfloat16).double()
-        torch.testing.assert_close(rounded_VD, gradient_VD, rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(rounded_VD[~target_V], gradient_VD[~target_V], rtol=2**-8, atol=1e-6)
         assert torch.equal(found[1], low_VP)
+        upper_VP, low_TP = found[0][target_V], low_CP[first_V[target_V].long()].int()
+        even_TP, odd_TP = (upper_VP << 16) | ((low_TP & 0xFF) << 8), (upper_VP & -65536) | (low_TP & 0xFF00)
+        kept_TD = torch.stack([even_TP, odd_TP], 2).view(torch.float32).flatten(1)
+        torch.testing.assert_close(kept_TD.double(), gradient_VD[target_V], rtol=2**-15, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("programs", "most_parts"), [(2, 0), (2, 2), (4, 8), (7, 10), (7, 14), (9, 18), (14, 1), (14, 10)]
-)
+@pytest.mark.parametrize("programs", [2, 4, 7, 9, 14])
 @pytest.mark.parametrize("D", [24, 48, 72])
 @pytest.mark.parametrize("counted", [0, 1, 37, 80])
-def test_input_gradient_ends_early(device, monkeypatch, counted, D, programs, most_parts):
+def test_input_gradient_ends_early(device, monkeypatch, counted, D, programs):
     """Rows lie where the order says; others are left as they are. Some tiles are divided, with and
     without tails, whatever memory lay there before."""
     monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: programs)
     monkeypatch.setattr(cost_model, "FEWEST_CLASSES_OF_PART", 16)
-    monkeypatch.setattr(cost_model, "most_parts", lambda *shape: most_parts)
     monkeypatch.setattr(input_gradient, "BLOCK_V", 16)
     tile = 128 if device == "cuda" else 16
     C, counted, dtype = 5 * tile, counted * tile // 16, dtype_on(device)
