@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
-from lowtide.ops.linear_cross_entropy.planning import requirements
+from lowtide.ops.linear_cross_entropy.planning import remembered, requirements
 from tests.support.extended import all_extended_but
 
 pytest.importorskip("triton")
@@ -158,3 +159,25 @@ def test_rank_of_a_divided_head(N, D, V, dtype, tokens_sharded):
     _, _, _, held = choice(own, D, V, dtype=dtype, **shard)
     dense = max(3 * dtype.itemsize * N * V - dtype.itemsize * (N + V) * D, dtype.itemsize * N * V)
     assert held <= dense + 8 * N * D + (16 << 20) + 256 * (N + D + V)
+
+
+@pytest.mark.parametrize(
+    ("shape", "way"),
+    [
+        ((4096, 4096, 128256), "single_product"),
+        ((8192, 8192, 128256), "single_product"),  # a sum would have one chunk too
+        ((8192, 7168, 129280), "single_product"),
+        ((16384, 4096, 128256), "packed"),  # in two chunks
+        ((32768, 4096, 128256), "packed"),
+    ],
+)
+def test_many_tokens_take_a_sum_in_several_chunks_alone(monkeypatch, shape, way):
+    monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
+    remembered.forget()
+    engine, found, _, held = choice(*shape)
+    remembered.forget()
+    assert (engine, found) == ("exponentials", way)
+    # With a single product, exponentials, and at most the parts of dX and what targets keep.
+    N, D, V = shape
+    if way == "single_product":
+        assert held <= 2 * N * V * 65 / 64 + (34 << 20) + 2 * N * D + 256 * (N + D + V)
