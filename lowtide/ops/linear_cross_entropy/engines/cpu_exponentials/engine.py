@@ -1,8 +1,8 @@
 """Run the exponentials engine on a CPU with bfloat16 units.
 
 The formulas are in exponentials/engine.py, the GEMMs in gemm/. The engine supports one linear term
-and class indices, but no soft cap and no log-probabilities (spec.py has the list). If the reference
-of a row is too far below the row's largest logit, the exponentials of its chunk are computed again.
+and class indices, but no log-probabilities (spec.py has the list). If the reference of a row is too
+far below the row's largest logit, the exponentials of its chunk are computed again.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -54,7 +54,7 @@ class CpuExponentialsEngine(LossEngine):
         for rows in blocks(self.M, plan.rows):
             row, stat, x_CD = coefs[rows], stats[rows], operand.rows(rows)
             w_CD = operand.weight_VD[row.target_N].to(plan.sum_dtype)
-            logit_C, _ = self.target_logits(scaled(x_CD, w_CD).sum(1), row.target_N)
+            logit_C, slope_C = self.target_logits(scaled(x_CD, w_CD).sum(1), row.target_N)
             e_CV = None if exp_CV is None else exp_CV[: x_CD.shape[0]]
             if take_stats:
                 stat.target_logit_N.copy_(logit_C)
@@ -62,6 +62,8 @@ class CpuExponentialsEngine(LossEngine):
             elif e_CV is not None:
                 self._exponentials(x_CD, e_CV, row.target_N, stat.max_N)
             c_C, h_C = excluded_coefs(row, stat, logit_C, take_nll=take_stats)
+            if slope_C is not None:
+                h_C *= slope_C
             if total_weight_D is not None and take_stats:
                 self._take_smooth_nll(x_CD, logit_C, total_weight_D, stat)
             row_scale_M[rows], target_weight_coef_M[rows] = c_C, h_C
@@ -194,6 +196,7 @@ class CpuExponentialsEngine(LossEngine):
             here_C,
             scale=1.0 if scale is None else float(scale),
             bias_V=bias_B,
+            softcap=self.transform.softcap,
             out_CV=e_CB,
         )
 

@@ -39,8 +39,9 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         "it computes a loss, and no log-probabilities": call_kind.log_probs,
         "it takes class indices": call_kind.probabilities,
         "it takes no learned scale": call_kind.needs_grad.scale,
-        "it takes no soft cap": options.softcap,
+        "it takes no soft cap of a sharded head": options.softcap and options.sharded,
         "it takes no label smoothing of a sharded head": options.label_smoothing and options.sharded,
+        "it takes label smoothing without a soft cap": options.label_smoothing and options.softcap,
         "it takes a head whose classes are not divided into segments": options.segments,
     }
     for reason, applies in refused.items():

@@ -42,8 +42,14 @@ def is_kind(kind):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"z_loss": 0.01, "logit_scale": 0.7, "label_smoothing": 0.1}, {"label_smoothing": 0.3}],
-    ids=["plain", "options", "smoothing"],
+    [
+        {},
+        {"z_loss": 0.01, "logit_scale": 0.7, "label_smoothing": 0.1},
+        {"label_smoothing": 0.3},
+        {"z_loss": 0.01, "logit_scale": 0.7, "softcap": 2.0},
+        {"softcap": 30.0},
+    ],
+    ids=["plain", "options", "smoothing", "options and cap", "cap"],
 )
 @pytest.mark.parametrize("V", [502, 503])
 def test_gradients_and_workspace(V, options, reduction, kind):
@@ -200,7 +206,8 @@ def test_engine_chosen():
 
     assert taken()
     assert taken(z_loss=0.1, label_smoothing=0.1)
-    assert not taken(softcap=3.0)
+    assert taken(z_loss=0.1, softcap=3.0)
+    assert not taken(label_smoothing=0.1, softcap=3.0)
     assert not taken(log_probs=True)
     assert not taken(probabilities=True)
     assert not taken(logit_scale=True)

@@ -173,11 +173,37 @@ __m512 exp(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// Compute n logits of a row from the products u. Store their exponentials in e if it is not null,
-// add them to sum, and raise largest to the largest logit. target is the target's column; if it is
-// inside this tile, its exponential is 0, and largest leaves it out.
-void exponentials_of(size n, const float* u, float scale, const float* bias, float reference, size target,
-                     bf16* e, float& sum, float& largest) {
+// Return exp(x) - 1 of x >= 0 within 3 units in the last place. Return about 1.6e38 beyond 88, and
+// NaN for NaN.
+__m512 expm1(__m512 x) {
+    x = _mm512_min_ps(_mm512_set1_ps(88), x);  // returns its second operand if one is NaN
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), x);
+    x = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.428606765330187e-6f), x);
+    __m512 p = _mm512_set1_ps(1.f / 5040), power = _mm512_scalef_ps(_mm512_set1_ps(1), n);
+    for (float factor : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f})
+        p = _mm512_fmadd_ps(p, x, _mm512_set1_ps(factor));
+    return _mm512_fmadd_ps(_mm512_mul_ps(p, x), power, _mm512_sub_ps(power, _mm512_set1_ps(1)));
+}
+
+// Replace z by cap tanh(z / cap), and return the derivative of this, 1 - tanh(z / cap)^2, which is at
+// least about 1e-38.
+__m512 capped(__m512& z, float cap) {
+    const __m512 two = _mm512_set1_ps(2), x = _mm512_abs_ps(_mm512_div_ps(z, _mm512_set1_ps(cap)));
+    const __m512 power = expm1(_mm512_mul_ps(two, x));
+    const __m512 room = _mm512_div_ps(two, _mm512_add_ps(power, two));  // 1 - |tanh|
+    const __m512 size = _mm512_mul_ps(_mm512_mul_ps(power, room), _mm512_set1_ps(cap / 2));
+    const __mmask16 negative = _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_LT_OQ);
+    z = _mm512_mask_sub_ps(size, negative, _mm512_setzero_ps(), size);
+    return _mm512_mul_ps(room, _mm512_sub_ps(two, room));
+}
+
+// Compute n logits of a row from the products u, with a soft cap if cap is not 0. Store their
+// exponentials in e if it is not null, times the derivative of the cap. Add the exponentials to sum,
+// and raise largest to the largest logit. target is the target's column; if it is inside this tile,
+// its exponential is 0, and largest leaves it out.
+void exponentials_of(size n, const float* u, float scale, const float* bias, float cap, float reference,
+                     size target, bf16* e, float& sum, float& largest) {
     __m512 sums = _mm512_setzero_ps(), maxima = _mm512_set1_ps(-INFINITY);
     for (size j = 0; j < n; j += 32) {
         __m512 half[2];
@@ -187,9 +213,11 @@ void exponentials_of(size n, const float* u, float scale, const float* bias, flo
             const __mmask16 others = target >= i && target < i + 16 ? here & ~(1u << (target - i)) : here;
             __m512 z = _mm512_mul_ps(_mm512_set1_ps(scale), _mm512_loadu_ps(u + i));
             if (bias) z = _mm512_add_ps(z, _mm512_maskz_loadu_ps(here, bias + i));
+            const __m512 slope = cap ? capped(z, cap) : z;
             maxima = _mm512_mask_max_ps(maxima, others, maxima, z);
             half[h] = _mm512_maskz_mov_ps(others, exp(_mm512_sub_ps(z, _mm512_set1_ps(reference))));
             sums = _mm512_add_ps(sums, half[h]);
+            if (cap) half[h] = _mm512_maskz_mul_ps(others, half[h], slope);
         }
         const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(half[1], half[0]);
         if (e) _mm512_mask_storeu_epi16(e + j, first32(n - j), rounded);
@@ -213,11 +241,13 @@ extern "C" int lowtide_use(brgemm_function product_of, void (*release)(bool)) tr
     return 1;
 }
 
-// Compute e_ij = exp(scale x_i w_j + bias_j - reference_i), and e_ij = 0 if j is target_i. sum_i is
-// the sum over j of e_ij, taken before they are rounded. largest_i is the row's largest logit other
-// than the target's. bias and e may be null. If by_columns, w is stored as [D, V].
+// Compute e_ij = exp(z_ij - reference_i), and e_ij = 0 if j is target_i, where z_ij = scale x_i w_j +
+// bias_j. If cap is not 0, z_ij is cap tanh(z_ij / cap) instead, and e_ij is stored times the
+// derivative of that. sum_i is the sum over j of exp(z_ij - reference_i) without the target's, and
+// largest_i the row's largest logit other than the target's. bias and e may be null. If by_columns, w
+// is stored as [D, V].
 extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x, Matrix<const bf16> w,
-                                    bool by_columns, float scale, const float* bias,
+                                    bool by_columns, float scale, const float* bias, float cap,
                                     const float* reference, const int64_t* target, Matrix<bf16> e,
                                     float* sum, float* largest, int threads) try {
     const size blocks = parts_of(V, CLASSES), groups = parts_of(C, GROUP), waiting = D > DEPTH ? GROUP : ROWS;
@@ -243,7 +273,7 @@ extern "C" int lowtide_exponentials(size C, size D, size V, Matrix<const bf16> x
                         const Matrix<float> logits{u.get() + (i - start) % waiting * CLASSES, CLASSES};
                         product(m, n, k, x.from(i, d), packed.get(), CLASSES, logits, d > 0, strip.get());
                         for (size row = i, at = segment * C + i; d + k == D && row < i + m; row++, at++)
-                            exponentials_of(n, logits.at(row - i, 0), scale, bias ? bias + j : nullptr,
+                            exponentials_of(n, logits.at(row - i, 0), scale, bias ? bias + j : nullptr, cap,
                                             reference[row], target[row] - j, e.start ? e.at(row, j) : nullptr,
                                             sums[at], maxima[at]);
                     }

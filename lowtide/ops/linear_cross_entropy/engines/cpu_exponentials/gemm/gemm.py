@@ -65,9 +65,13 @@ def exponentials(
     *,
     scale: float = 1.0,
     bias_V: Tensor | None = None,
+    softcap: float = 0.0,
     out_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write exp(scale x w + bias - reference) to out_CV, if given, with 0 at each row's target.
+    """Write exp(z - reference) to out_CV, if given, with 0 at each row's target.
+
+    z = scale x w + bias, or with a soft cap that is not 0, softcap tanh(z / softcap); then what is
+    written is multiplied by the derivative of this function.
 
     A target of -1 means that the row's target is not among these classes. Return the sum of each
     row's exponentials, taken before they are rounded, and each row's largest logit other than the
@@ -83,6 +87,7 @@ def exponentials(
         *_weight(weight_VD),
         ctypes.c_float(scale),
         _vector(bias_V, classes, torch.float32),
+        ctypes.c_float(softcap),
         _vector(reference_C, rows, torch.float32),
         _vector(target_C, rows, torch.int64),
         _matrix(out_CV, rows, classes, torch.bfloat16),

@@ -109,6 +109,32 @@ def test_big_logits(shift):
 
 
 @needs_products
+@pytest.mark.parametrize("cap", [1e-3, 1.0, 30.0, 1e4])
+def test_soft_cap(cap):
+    """Exponentials times the cap's derivative: where the cap is far, near, and reached."""
+    x_CD, weight_VD, target_C, bias_V = operands(33, 64, 300, logits=40.0)
+    z_CV = x_CD.double() @ weight_VD.double().T + bias_V.double()
+    capped_CV, slope_CV = cap * torch.tanh(z_CV / cap), 1 / torch.cosh(z_CV / cap) ** 2
+    reference_C, out_CV = capped_CV.amax(1).float(), torch.empty(33, 300, dtype=torch.bfloat16)
+    sum_C, max_C = gemm.exponentials(
+        x_CD, weight_VD, reference_C, target_C, bias_V=bias_V, softcap=cap, out_CV=out_CV
+    )
+    others = torch.arange(300) != target_C[:, None]
+    e_CV = torch.exp(capped_CV - reference_C.double()[:, None]) * others
+    size_CV = x_CD.double().abs() @ weight_VD.double().abs().T + bias_V.double().abs()
+    off_CV = EPS * (12 * size_CV + 8 * capped_CV.abs())
+    expected_CV = e_CV * slope_CV
+    least = 16 * torch.finfo(torch.float32).tiny  # what a cap that is reached leaves
+    normal = expected_CV >= least
+    limit_CV = (2.0**-8 + 1.01 * off_CV * (1 + 2 / cap)) * expected_CV
+    assert ((out_CV.double() - expected_CV).abs() <= limit_CV)[normal].all()
+    assert (out_CV.double()[~normal].abs() <= 2 * least).all()
+    assert ((sum_C - e_CV.sum(1)).abs() <= (off_CV.amax(1) + 32 * EPS) * e_CV.sum(1)).all()
+    largest_C = capped_CV.masked_fill(~others, -torch.inf).amax(1)
+    assert ((max_C - largest_C).abs() <= off_CV.amax(1)).all()
+
+
+@needs_products
 def test_exponential_digits():
     """With weights of zero a logit is its bias, and exact; so is a sum of one."""
     bias = torch.linspace(-87, 88.5, 4001)
