@@ -121,9 +121,9 @@ def reasons_table() -> str:
 
 
 def doctor_on_a_cpu() -> str:
-    """Return what `lowtide doctor` says of a call with a soft cap, on a CPU with bfloat16 units."""
+    """Return what `lowtide doctor` says of a call with two options, on a CPU with bfloat16 units."""
     with patch.object(gemm, "against", lambda: None):
-        found = AskedLossCall(N, D, V, softcap=30.0).describe()
+        found = AskedLossCall(N, D, V, softcap=30.0, label_smoothing=0.1).describe()
     width = max(map(len, found))
     return "\n".join(f"{name:{width}}   {value}" for name, value in found.items())
 
