@@ -121,7 +121,7 @@ def reasons_table() -> str:
 
 
 def doctor_on_a_cpu() -> str:
-    """Return what `lowtide doctor` says of a call with two options, on a CPU with bfloat16 units."""
+    """Return what `lowtide doctor` says of such a call, on a CPU with bfloat16 units."""
     with patch.object(gemm, "against", lambda: None):
         found = AskedLossCall(N, D, V, softcap=30.0, label_smoothing=0.1).describe()
     width = max(map(len, found))

@@ -204,7 +204,7 @@ def small_workspaces(engine: str) -> None:
 def smoothing(engine: str) -> None:
     """All classes of each token, where dW is a sum of chunks, and where it is formed by blocks."""
     if engine == "cpu_exponentials":
-        return  # it takes no label smoothing
+        return  # it takes no label smoothing of a sharded head
     case, ways = Case(engine), set()
     case.dtype, case.tolerance = torch.bfloat16, 3e-2
     case.x, case.w = torch.randn(N, 64).bfloat16(), (torch.randn(V, 64) / 8).bfloat16()

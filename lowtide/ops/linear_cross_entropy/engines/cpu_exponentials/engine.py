@@ -49,8 +49,9 @@ class CpuExponentialsEngine(LossEngine):
         row_scale_M = torch.empty_like(coefs.target_coef_N)
         target_weight_coef_M = torch.empty_like(row_scale_M)
         total_weight_D = smoothing_row_D = None
-        if coefs.smoothing_coef_N is not None:
-            total_weight_D, smoothing_row_D = self._total_weight(), self.buffer(operand.D).zero_()
+        if coefs.smoothing_coef_N is not None and self.M:
+            total_weight_D = self._total_weight() if take_stats or dx is not None else None
+            smoothing_row_D = self.buffer(operand.D).zero_() if dw is not None else None
         for rows in blocks(self.M, plan.rows):
             row, stat, x_CD = coefs[rows], stats[rows], operand.rows(rows)
             w_CD = operand.weight_VD[row.target_N].to(plan.sum_dtype)
@@ -120,7 +121,14 @@ class CpuExponentialsEngine(LossEngine):
 
     def _total_weight(self) -> Tensor:  # [D]
         """Return sum_v w_v W_v, exact to float32."""
-        return self._times_matrix(self._class_weights(), self.operands[0].weight_VD)
+        weight_VD, weight_V = self.operands[0].weight_VD, self.class_weight_V
+        if weight_V is None:
+            parts_KV = torch.ones(1, self.V, dtype=weight_VD.dtype)
+        else:
+            parts_KV = torch.stack(in_bfloat16(weight_V))
+        sum_KD = self.buffer(parts_KV.shape[0], weight_VD.shape[1])
+        gemm.multiply(sum_KD, parts_KV, weight_VD, add=False)
+        return sum_KD.sum(0)
 
     def _take_smooth_nll(
         self, x_CD: Tensor, logit_C: Tensor, total_weight_D: Tensor, stat: ExcludedTargetStats
@@ -134,19 +142,6 @@ class CpuExponentialsEngine(LossEngine):
             smooth_logit_C *= scale
         lse_C = excluded_logsumexp(stat, logit_C)
         torch.sub(lse_C * self.rows.total_weight(), smooth_logit_C, out=stat.smooth_nll_N)
-
-    def _times_matrix(self, vector_R: Tensor, matrix_RS: Tensor) -> Tensor:  # [S]
-        """Return the product of a float32 vector and a bfloat16 matrix, exact to float32.
-
-        The GEMM reads bfloat16. So each number is written as a sum of three bfloat16 numbers.
-        """
-        rest_R, parts = vector_R, []
-        for _ in range(3):
-            parts.append(rest_R.to(matrix_RS.dtype))
-            rest_R = rest_R - parts[-1]
-        sum_S3 = self.buffer(matrix_RS.shape[1], 3)
-        gemm.multiply_transposed(sum_S3, matrix_RS, torch.stack(parts, 1), add=False)
-        return sum_S3.sum(1)
 
     # Steps of the walks.
 
@@ -218,5 +213,16 @@ class CpuExponentialsEngine(LossEngine):
         sum.add_target_rows(x_CD, h_C, target_C, slice(None))
 
     def _add_bias(self, db_V: Tensor, e_CV: Tensor, target_C: Tensor, c_C: Tensor, h_C: Tensor) -> None:
-        """Add the chunk's bias gradient, E^T c and h at the targets."""
-        db_V.add_(self._times_matrix(c_C, e_CV)).index_add_(0, target_C, h_C)
+        """Add the chunk's bias gradient, E^T c and h at the targets, exact to float32."""
+        sum_V3 = self.buffer(self.V, 3)
+        gemm.multiply_transposed(sum_V3, e_CV, torch.stack(in_bfloat16(c_C), 1), add=False)
+        db_V.add_(sum_V3.sum(1)).index_add_(0, target_C, h_C)
+
+
+def in_bfloat16(vector: Tensor) -> list[Tensor]:
+    """Return three bfloat16 vectors whose sum is a float32 vector, for GEMMs that read bfloat16."""
+    rest, parts = vector, [vector.to(torch.bfloat16)]
+    for _ in range(2):
+        rest = rest - parts[-1]
+        parts.append(rest.to(torch.bfloat16))
+    return parts

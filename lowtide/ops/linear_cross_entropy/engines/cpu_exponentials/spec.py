@@ -42,6 +42,7 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         "it takes no soft cap of a sharded head": options.softcap and options.sharded,
         "it takes no label smoothing of a sharded head": options.label_smoothing and options.sharded,
         "it takes label smoothing without a soft cap": options.label_smoothing and options.softcap,
+        "it takes a soft cap from 2^-100 to 2^100": options.softcap and not _in_range(options.softcap),
         "it takes a head whose classes are not divided into segments": options.segments,
     }
     for reason, applies in refused.items():
@@ -52,6 +53,11 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
     if classes * weight.shape[1] < fewest:
         return f"it is for heads of {fewest} weights and more"
     return _cpu_products_refuse()
+
+
+def _in_range(softcap: float) -> bool:
+    """Return True for a cap that float32 holds, with its quotients."""
+    return 2.0**-100 <= softcap <= 2.0**100
 
 
 @marked_constant
@@ -74,7 +80,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         block_logit=size,
         bias_vectors=6,
     )
-    if call.options.label_smoothing:  # class weights, their product with the weight, and its operands
+    if call.options.label_smoothing:  # class weights in float32 and in parts, and sums of features
         counts = replace(counts, fixed=counts.fixed + 20 * call.V + 24 * call.D)
     one_product_row, rounded_block = 0, 0
     if counts.weight_sum and call.options.few_tokens:

@@ -78,11 +78,25 @@ def test_gradients_and_workspace(V, options, reduction, kind):
 
 @pytest.mark.parametrize("frozen", ["input", "linear_weight", "linear_bias"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_frozen_operands(reduction, frozen):
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"softcap": 3.0}], ids=str)
+def test_frozen_operands(reduction, frozen, options):
     inputs = make_inputs(300, 40, 301, dtype=BF16, bias=True)
     getattr(inputs, frozen).requires_grad_(False)
-    assert planned(inputs, None).cpu_exponentials
-    check(differentiate(fused, inputs, reduction=reduction), inputs, reduction=reduction)
+    assert planned(inputs, None, **options).cpu_exponentials
+    check(
+        differentiate(fused, inputs, reduction=reduction, **options), inputs, reduction=reduction, **options
+    )
+
+
+@pytest.mark.parametrize("class_weight", [False, True])
+@pytest.mark.parametrize("options", [{"label_smoothing": 0.2}, {"softcap": 3.0}], ids=str)
+def test_options_with_a_weight_by_columns(options, class_weight):
+    inputs = make_inputs(90, 40, 301, dtype=BF16, class_weight=class_weight)
+    inputs = replace(
+        inputs, linear_weight=inputs.linear_weight.detach().t().contiguous().t().requires_grad_()
+    )
+    assert planned(inputs, None, **options).cpu_exponentials
+    check(differentiate(fused, inputs, **options), inputs, **options)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +222,8 @@ def test_engine_chosen():
     assert taken(z_loss=0.1, label_smoothing=0.1)
     assert taken(z_loss=0.1, softcap=3.0)
     assert not taken(label_smoothing=0.1, softcap=3.0)
+    assert not taken(softcap=1e-40)
+    assert not taken(softcap=1e35)
     assert not taken(log_probs=True)
     assert not taken(probabilities=True)
     assert not taken(logit_scale=True)

@@ -135,6 +135,28 @@ def test_soft_cap(cap):
 
 
 @needs_products
+def test_soft_cap_of_extremes():
+    """Infinite logits become the cap, and NaN stays, in the sums without stored numbers as well."""
+    bias_V = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 1e38])
+    zero_CD, nobody_C = torch.zeros(1, 2, dtype=torch.bfloat16), torch.tensor([-1])
+    zero_VD, out_CV = torch.zeros(5, 2, dtype=torch.bfloat16), torch.empty(1, 5, dtype=torch.bfloat16)
+    for cap in (2.0**-100, 2.0, 2.0**100):
+        given = (zero_CD, zero_VD, torch.tensor([cap]), nobody_C)
+        gemm.exponentials(*given, bias_V=bias_V, softcap=cap, out_CV=out_CV)
+        found = out_CV[0].float()
+        assert found[2].isnan()
+        assert (found[:2].abs() <= 1e-37).all()  # the derivative where the cap is reached
+        torch.testing.assert_close(found[3], torch.tensor(-cap).exp(), rtol=2**-8, atol=0)
+        for one in (0, 1, 3):
+            sums = gemm.exponentials(
+                zero_CD, zero_VD[:1], torch.tensor([0.0]), nobody_C, bias_V=bias_V[one : one + 1], softcap=cap
+            )
+            capped = cap * torch.tanh(bias_V[one] / cap)
+            torch.testing.assert_close(sums[1][0], capped)
+            torch.testing.assert_close(sums[0][0], capped.clamp(-110, 90).exp(), rtol=1e-5, atol=1e-37)
+
+
+@needs_products
 def test_exponential_digits():
     """With weights of zero a logit is its bias, and exact; so is a sum of one."""
     bias = torch.linspace(-87, 88.5, 4001)
