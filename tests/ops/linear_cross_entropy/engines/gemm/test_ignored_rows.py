@@ -245,7 +245,6 @@ def test_bits_of_other_rows(device, monkeypatch, splits):
     if device == "cpu":
         monkeypatch.setattr(numpy, "matmul", _in_one_order)
     monkeypatch.setattr(cost_model, "FEWEST_CLASSES_OF_PART", 16 if splits else V)
-    monkeypatch.setattr(cost_model, "most_parts", lambda *shape: 7 * splits)
     monkeypatch.setattr(input_gradient, "multiprocessors", lambda device: 7)
     divided, product = [], input_gradient._parts_kernel
 
