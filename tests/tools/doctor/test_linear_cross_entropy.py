@@ -93,7 +93,8 @@ def test_description(monkeypatch):
     soft = replace(SMALL, dtype=torch.bfloat16, V=1 << 17, probabilities=torch.bfloat16).describe()
     assert soft["why"] == "not cpu_exponentials: it takes class indices"
     large = replace(SMALL, dtype=torch.bfloat16, V=1 << 17, workspace=8 << 20)
-    assert replace(large, softcap=30.0).describe()["why"] == "not cpu_exponentials: it takes no soft cap"
+    both = replace(large, softcap=30.0, label_smoothing=0.1).describe()["why"]
+    assert both == "not cpu_exponentials: it takes label smoothing without a soft cap"
     smooth = replace(large, label_smoothing=0.1).describe()
     assert smooth["why"] == "not cpu_exponentials: it takes no label smoothing"
     classes = replace(large, softcap=30.0).plan().operand_classes
