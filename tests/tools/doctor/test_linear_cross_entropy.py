@@ -96,7 +96,7 @@ def test_description(monkeypatch):
     both = replace(large, softcap=30.0, label_smoothing=0.1).describe()["why"]
     assert both == "not cpu_exponentials: it takes label smoothing without a soft cap"
     smooth = replace(large, label_smoothing=0.1).describe()
-    assert smooth["why"] == "not cpu_exponentials: it takes no label smoothing"
+    assert smooth["why"] == "not cpu_exponentials: there is no compiler"
     classes = replace(large, softcap=30.0).plan().operand_classes
     assert classes < 1 << 17
     copied = replace(large, softcap=30.0).describe()["weight"]
