@@ -38,7 +38,7 @@ def c_modules(tmp_path_factory):
 
 
 def _function_found_late(first: str, second: str) -> int:
-    """What one thread finds in its module, if another loads a module again before it looks."""
+    """Return what a thread finds in its module, if another loads one again before it looks."""
     load = getattr(build, LOAD)
     load("__triton_launcher", second)
     own = load("__triton_launcher", first)

@@ -8,9 +8,9 @@ F32, I32, I32_PTR, BF16, I64 = "*fp32", "i32", "*i32", "*bf16", "*i64"
 COUNTED = {"count_ptr": I32_PTR, "first_place": I32}
 """What tells a kernel how many rows of its chunk count."""
 ROUNDING = ("factor_ptr", "class_weight_V_ptr", "smoothing_row_D_ptr")
-"""What a kernel rounds the last of several products with."""
+"""A kernel rounds the last of several products with these."""
 ONLY = ("first_V_ptr", "low_CP_ptr")
-"""What a kernel gets for the only product: the places of targets, and memory for their bits."""
+"""A kernel of the only product gets the places of targets, and memory for their bits."""
 
 
 class Build(NamedTuple):

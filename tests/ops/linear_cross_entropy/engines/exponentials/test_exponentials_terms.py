@@ -147,7 +147,7 @@ def test_terms_unsupported(device, taken, widths):
 
 @pytest.fixture(params=[False, True], ids=["24 bits", "formed again"])
 def again(request, monkeypatch):
-    """Whether the rows of targets are formed again, or keep 24 bits in a GEMM of our own."""
+    """Choose whether rows of targets are formed again, or keep 24 bits in a GEMM of our own."""
     monkeypatch.setattr(byte_counts, "FORMED_AGAIN", (1 << 20) * request.param)
     ends_early, begin = set(), accumulators.RoundedProduct.__init__
 
