@@ -14,6 +14,7 @@ from lowtide.core import pending_gradient
 from lowtide.core.elementwise import scaled
 from lowtide.core.matmul import blocks
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.spec import VECTOR_BLOCK
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
@@ -48,9 +49,10 @@ class CpuExponentialsEngine(LossEngine):
         exp_CV = self.buffer(plan.rows, self.V, dtype=plan.compute_dtype) if needs_grad else None
         row_scale_M = torch.empty_like(coefs.target_coef_N)
         target_weight_coef_M = torch.empty_like(row_scale_M)
-        total_weight_D = smoothing_row_D = None
+        total_weight_D = total_bias = smoothing_row_D = None
         if coefs.smoothing_coef_N is not None and self.M:
-            total_weight_D = self._total_weight() if take_stats or dx is not None else None
+            if take_stats or dx is not None:
+                total_weight_D, total_bias = self._totals()
             smoothing_row_D = self.buffer(operand.D).zero_() if dw is not None else None
         for rows in blocks(self.M, plan.rows):
             row, stat, x_CD = coefs[rows], stats[rows], operand.rows(rows)
@@ -66,7 +68,7 @@ class CpuExponentialsEngine(LossEngine):
             if slope_C is not None:
                 h_C *= slope_C
             if total_weight_D is not None and take_stats:
-                self._take_smooth_nll(x_CD, logit_C, total_weight_D, stat)
+                self._take_smooth_nll(x_CD, logit_C, total_weight_D, total_bias, stat)
             row_scale_M[rows], target_weight_coef_M[rows] = c_C, h_C
             if e_CV is None:
                 continue
@@ -89,7 +91,11 @@ class CpuExponentialsEngine(LossEngine):
                 sum.subtract_outer(self.class_weight_V, smoothing_row_D)
             sum.finish()
         if db is not None and coefs.smoothing_coef_N is not None:
-            db.tensor.sub_(self._class_weights() * coefs.smoothing_coef_N.sum())
+            total_coef = coefs.smoothing_coef_N.sum()
+            if self.class_weight_V is None:
+                db.tensor.sub_(total_coef)
+            else:
+                db.tensor.addcmul_(self.class_weight_V, total_coef, value=-1)
         return row_scale_M, target_weight_coef_M, smoothing_row_D
 
     def walk_classes(
@@ -116,28 +122,36 @@ class CpuExponentialsEngine(LossEngine):
 
     # Label smoothing, whose term of the logits' gradient is smoothing_coef w, of rank 1.
 
-    def _class_weights(self) -> Tensor:  # [V]
-        return self.buffer(self.V).fill_(1) if self.class_weight_V is None else self.class_weight_V
-
-    def _total_weight(self) -> Tensor:  # [D]
-        """Return sum_v w_v W_v, exact to float32."""
+    def _totals(self) -> tuple[Tensor, Tensor | None]:
+        """Return sum_v w_v W_v [D], exact to float32, and sum_v w_v b_v if there is a bias."""
         weight_VD, weight_V = self.operands[0].weight_VD, self.class_weight_V
-        if weight_V is None:
-            parts_KV = torch.ones(1, self.V, dtype=weight_VD.dtype)
-        else:
-            parts_KV = torch.stack(in_bfloat16(weight_V))
-        sum_KD = self.buffer(parts_KV.shape[0], weight_VD.shape[1])
-        gemm.multiply(sum_KD, parts_KV, weight_VD, add=False)
-        return sum_KD.sum(0)
+        parts = 1 if weight_V is None else 3
+        sum_KD = self.buffer(parts, weight_VD.shape[1]).zero_()
+        for classes in blocks(self.V, VECTOR_BLOCK):
+            weight_BD = weight_VD[classes]
+            if weight_V is None:
+                parts_KB = torch.ones(1, weight_BD.shape[0], dtype=weight_BD.dtype)
+            else:
+                parts_KB = torch.stack(in_bfloat16(weight_V[classes]))
+            gemm.multiply(sum_KD, parts_KB, weight_BD, add=True)
+        total_weight_D, bias_V = sum_KD.sum(0), self.transform.bias_V
+        if bias_V is None:
+            return total_weight_D, None
+        return total_weight_D, bias_V.sum() if weight_V is None else weight_V.dot(bias_V)
 
     def _take_smooth_nll(
-        self, x_CD: Tensor, logit_C: Tensor, total_weight_D: Tensor, stat: ExcludedTargetStats
+        self,
+        x_CD: Tensor,
+        logit_C: Tensor,
+        total_weight_D: Tensor,
+        total_bias: Tensor | None,
+        stat: ExcludedTargetStats,
     ) -> None:
         """Write sum_v w_v (lse - z_v) of each row, without a logit but the target's."""
-        bias_V, scale = self.transform.bias_V, self.transform.scale
+        scale = self.transform.scale
         smooth_logit_C = scaled(x_CD, total_weight_D).sum(1)
-        if bias_V is not None:
-            smooth_logit_C += (self._class_weights() * bias_V).sum()
+        if total_bias is not None:
+            smooth_logit_C += total_bias
         if scale is not None:
             smooth_logit_C *= scale
         lse_C = excluded_logsumexp(stat, logit_C)
@@ -214,9 +228,13 @@ class CpuExponentialsEngine(LossEngine):
 
     def _add_bias(self, db_V: Tensor, e_CV: Tensor, target_C: Tensor, c_C: Tensor, h_C: Tensor) -> None:
         """Add the chunk's bias gradient, E^T c and h at the targets, exact to float32."""
-        sum_V3 = self.buffer(self.V, 3)
-        gemm.multiply_transposed(sum_V3, e_CV, torch.stack(in_bfloat16(c_C), 1), add=False)
-        db_V.add_(sum_V3.sum(1)).index_add_(0, target_C, h_C)
+        parts_C3 = torch.stack(in_bfloat16(c_C), 1)
+        sum_B3 = self.buffer(min(self.V, VECTOR_BLOCK), 3)
+        for classes in blocks(self.V, VECTOR_BLOCK):
+            block_B3 = sum_B3[: classes.stop - classes.start]
+            gemm.multiply_transposed(block_B3, e_CV[:, classes], parts_C3, add=False)
+            db_V[classes].add_(block_B3.sum(1))
+        db_V.index_add_(0, target_C, h_C)
 
 
 def in_bfloat16(vector: Tensor) -> list[Tensor]:

@@ -20,6 +20,8 @@ from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ROUNDED_CL
 # Fewest elements of the weight. With fewer, the GEMMs take less time than the Python code around
 # them, which is about the same in all engines.
 FEWEST_WEIGHTS = 1 << 16  # decision 0083
+# Classes of a product with a few vectors: their operands and result take memory beside a chunk's.
+VECTOR_BLOCK = 4096
 OF_SHARDED = 16  # times as many for the part of a rank; smaller parts were not measured
 
 
@@ -78,10 +80,15 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         access,
         logits=logits + 2 * call.sum_size * features,
         block_logit=size,
-        bias_vectors=6,
+        bias_vectors=3,
     )
-    if call.options.label_smoothing:  # class weights in float32 and in parts, and sums of features
-        counts = replace(counts, fixed=counts.fixed + 20 * call.V + 24 * call.D)
+    # Sums over blocks of classes: three float32 columns of the bias's gradient; or class weights in
+    # bfloat16 parts, their temporaries, and sums of features.
+    of_block = 12 if call.head.bias is not None else 0
+    if call.options.label_smoothing:
+        of_block = 20
+        counts = replace(counts, fixed=counts.fixed + 24 * call.D)
+    counts = replace(counts, fixed=counts.fixed + of_block * min(call.V, VECTOR_BLOCK))
     one_product_row, rounded_block = 0, 0
     if counts.weight_sum and call.options.few_tokens:
         one_product_row = counts.token_bytes
