@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
+from lowtide.core.bfloat16_units import gemm
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from tests.support.loss import skip_unless_runnable, smallest_workspace
 
 D, V, P = 5, 33, 3

@@ -11,9 +11,9 @@ import torch
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import lowtide
+from lowtide.core.bfloat16_units import gemm
 from lowtide.ops.attention import dispatch as attention_dispatch
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning.remembered import forget
 from tests.ops.attention import helpers as attended

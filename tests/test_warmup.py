@@ -10,7 +10,7 @@ import torch
 
 import lowtide
 from lowtide import first_call
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
+from lowtide.core.bfloat16_units import gemm
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from tests.support.commands import invoke, said
 
@@ -70,7 +70,7 @@ def test_few_tokens_take_the_same_engine_on_the_cpu(dtype, options):
 PROGRAM = """
 import torch
 import lowtide
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import compiled_library
+from lowtide.core.bfloat16_units import compiled_library
 
 built, build = [], compiled_library._build
 compiled_library._build = lambda *given: (built.append(1), build(*given))[1]

@@ -17,8 +17,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowtide.core.bfloat16_units import gemm
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator.planner import choose_engine
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad

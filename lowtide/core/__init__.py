@@ -7,6 +7,7 @@ errors            the two classes of errors for arguments; advice on names of ot
 checks            check one argument of a call; reject nested, sparse and quantized tensors
 strides           memory layouts of operands: rows, copies, alignment, tensor maps
 compile_ahead/    compile the Triton kernels of a first call side by side, in threads
+bfloat16_units/   GEMMs of bfloat16 operands with float32 results on a CPU, in C++
 kernels/          capabilities of the device, launches, and what several operators' kernels use
 collectives       gathers and sums over the ranks of a process group, by its name
 recording/        record what a function does with its tensors; repeat it for tensors alike

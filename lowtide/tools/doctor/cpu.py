@@ -5,8 +5,8 @@ import shlex
 
 import torch
 
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.compiled_library import (
+from lowtide.core.bfloat16_units import gemm
+from lowtide.core.bfloat16_units.compiled_library import (
     NoCompilerError,
     NotLoadedError,
     find_compiler,

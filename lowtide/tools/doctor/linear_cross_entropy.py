@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowtide.core.bfloat16_units import gemm
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import (
     ROW_FACTORS,
@@ -20,7 +21,6 @@ from lowtide.ops.linear_cross_entropy.definition.head import (
     scale_of,
 )
 from lowtide.ops.linear_cross_entropy.definition.validation import check_arguments, check_loss_options
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.operator.planner import (
     choose_engine,
     make_plan,

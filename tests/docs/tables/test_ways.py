@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
+from lowtide.core.bfloat16_units import gemm
 from lowtide.tools.doctor.cpu import cpu
 from lowtide.tools.doctor.linear_cross_entropy import WEIGHT_GRADIENTS, AskedLossCall
 from tests.docs.snippets import DOCS

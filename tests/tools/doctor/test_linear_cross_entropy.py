@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
+from lowtide.core.bfloat16_units import gemm
 from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
+from lowtide.core.bfloat16_units import gemm
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_exponentials import SCENARIOS
 from tests.support.cards import on_cards
 from tests.support.ranks import run_ranks

@@ -1,8 +1,8 @@
 """Run the exponentials engine on a CPU with bfloat16 units.
 
-The formulas are in exponentials/engine.py, the GEMMs in gemm/. The engine supports one linear term
-and class indices, but no log-probabilities (spec.py has the list). If the reference of a row is too
-far below the row's largest logit, the exponentials of its chunk are computed again.
+The formulas are in exponentials/engine.py, the GEMMs in core/bfloat16_units. The engine supports
+one linear term and class indices, but no log-probabilities (spec.py has the list). If the reference
+of a row is too far below the row's largest logit, the exponentials of its chunk are computed again.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk, B classes of a block.
 """
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowtide.core import pending_gradient
+from lowtide.core.bfloat16_units import gemm
 from lowtide.core.elementwise import scaled
 from lowtide.core.matmul import blocks
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.spec import VECTOR_BLOCK
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine

@@ -8,13 +8,13 @@ Shapes: N tokens, D features, V classes of this rank; C tokens of a chunk.
 import torch
 from torch import Tensor
 
+from lowtide.core.bfloat16_units import gemm
 from lowtide.core.elementwise import scaled
 from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats, sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.engine import (
     CpuExponentialsEngine,
     OfTokens,
 )
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
     begin_merge,
     first_references,

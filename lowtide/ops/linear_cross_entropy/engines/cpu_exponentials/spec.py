@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from lowtide.core.bfloat16_units import gemm
 from lowtide.core.kernels.backend import marked_constant
 from lowtide.core.strides import multiplies
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec

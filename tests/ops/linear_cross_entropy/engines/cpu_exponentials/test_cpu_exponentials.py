@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.core.bfloat16_units import gemm
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from lowtide.tools.bench.cases import CASES
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from tests.support.loss import (

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from lowtide.core.bfloat16_units import gemm
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from tests.ops.linear_cross_entropy.on_exponentials import dtype_on, put_everywhere
 from tests.ops.linear_cross_entropy.options.helpers import ALL, WARNINGS, made_of
 from tests.ops.linear_cross_entropy.options.normalizer.helpers import COUNT

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lowtide.core.bfloat16_units import gemm
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     put_everywhere,

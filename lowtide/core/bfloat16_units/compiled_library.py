@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.private_directory import (
+from lowtide.core.bfloat16_units.private_directory import (
     open_private_directory,
 )
 

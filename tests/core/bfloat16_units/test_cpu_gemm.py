@@ -8,7 +8,7 @@ rounds by 2^-8 at most."""
 import pytest
 import torch
 
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
+from lowtide.core.bfloat16_units import gemm
 
 needs_products = pytest.mark.skipif(not gemm.available(), reason="no units for bfloat16, or no compiler")
 

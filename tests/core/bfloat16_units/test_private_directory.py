@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.private_directory import (
+from lowtide.core.bfloat16_units.private_directory import (
     open_private_directory,
 )
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import compiled_library
-from tests.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.small_library import (
+from lowtide.core.bfloat16_units import compiled_library
+from tests.core.bfloat16_units.small_library import (
     ask,
     builds,
     compile_strange,

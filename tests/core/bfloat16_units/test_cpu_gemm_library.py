@@ -5,16 +5,14 @@ import shutil
 
 import pytest
 
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
-from tests.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.small_library import compile_strange
+from lowtide.core.bfloat16_units import gemm
+from tests.core.bfloat16_units.small_library import compile_strange
 from tests.support.extended import all_extended_but
 from tests.support.ranks import start_program
 
 needs_products = pytest.mark.skipif(not gemm.available(), reason="no units for bfloat16, or no compiler")
 
-ASK = (
-    "from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm; print(gemm.available())"
-)
+ASK = "from lowtide.core.bfloat16_units import gemm; print(gemm.available())"
 LOSS = """
 import threading, torch, lowtide
 generator = torch.Generator().manual_seed(0)
@@ -36,7 +34,7 @@ print(AskedLossCall(8, 64, 2**14).describe()["why"])
 """
 FORK = """
 import os, threading, time
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm import gemm
+from lowtide.core.bfloat16_units import gemm
 threading.Thread(target=gemm.available).start()
 while not os.path.exists(os.environ["STARTED"]): time.sleep(0.01)
 if os.fork():

@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowtide.core.strides import lies_by_rows
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.gemm.compiled_library import (
+from lowtide.core.bfloat16_units.compiled_library import (
     NoCompilerError,
     NotLoadedError,
     Source,
     load_compiled,
 )
+from lowtide.core.strides import lies_by_rows
 
 SOURCE = Path(__file__).with_name("gemm.cpp")
 # There is no -march=native, because machines with other processors may share the directory of the
