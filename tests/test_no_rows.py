@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import lowtide
 from lowtide.core.bfloat16_units import gemm
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
+from lowtide.ops.linear_cross_entropy.planning import requirements
 from tests.support.loss import skip_unless_runnable, smallest_workspace
 
 D, V, P = 5, 33, 3
@@ -84,7 +84,7 @@ def test_loss(device, backend, reduction, dtype, N, everything):
 def test_loss_on_units_for_bfloat16(monkeypatch, reduction, N):
     if not gemm.available():
         pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
-    monkeypatch.setattr(cpu_spec, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
     shapes = (N, D), (V, D), (V,)
     input, weight, bias = (leaf(*shape, device="cpu", dtype=torch.bfloat16) for shape in shapes)
     target, options = torch.full((N,), -100), {"linear_bias": bias, "reduction": reduction}

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import lowtide
 from lowtide.core.bfloat16_units import gemm
 from lowtide.ops.attention import dispatch as attention_dispatch
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
 from lowtide.ops.linear_cross_entropy.operator import planner
+from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.remembered import forget
 from tests.ops.attention import helpers as attended
 from tests.ops.chunked_loss import helpers as chunked
@@ -66,7 +66,7 @@ def inputs_of(engine, device, monkeypatch):
         put_everywhere(device, monkeypatch)
         made = made | {"dtype": dtype_on(device)}
     if engine in ("strided", "cpu_exponentials"):
-        monkeypatch.setattr(cpu_spec, "FEWEST_WEIGHTS", 0)
+        monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
     if engine == "cpu_exponentials" and (device == "cuda" or not gemm.available()):
         pytest.skip("no bfloat16 products of the CPU's own")
     inputs = make_inputs(37, 24, 112, device=device, bias=True, scale=6.0, ignored=0.1, **made)
@@ -115,7 +115,8 @@ def test_the_loss(device, monkeypatch, engines, engine, kind, layout):
     assert restored.changed > 0 or layout in ("contiguous", "far")
     assert len(set(engines)) == 1
     if device == "cpu":
-        assert engines[0] == {"half": "logits_torch", "strided": "logits_torch"}.get(engine, engine)
+        of_logits = "cpu_logits" if gemm.available() else "logits_torch"
+        assert engines[0] == {"half": "logits_torch", "strided": of_logits}.get(engine, engine)
     options = {name: value for name, value in options.items() if name != "backend"}
     checked(found, inputs, upstream=upstream, **options)
     same = layout == "contiguous" and engine != "strided"
@@ -271,6 +272,6 @@ def test_compiled_call(monkeypatch, engines, reduction, layout):
     upstream = torch.randn(37) if reduction == "none" else -0.5
     with Restored(layout):
         found = differentiate(compiled, inputs, upstream, reduction=reduction)
-    assert set(engines) == {"logits_torch"}
+    assert set(engines) == {"cpu_logits" if gemm.available() else "logits_torch"}
     check(found, inputs, upstream=upstream, reduction=reduction)
     torch.compiler.reset()

@@ -43,6 +43,12 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     return x * factor if x.dtype == factor.dtype else x.to(factor.dtype).mul_(factor)
 
 
+def add_row_sum(sum_B: Tensor | None, rows_CB: Tensor | None) -> None:
+    """Add the sum of rows to a vector, in the vector's dtype, if there are both."""
+    if sum_B is not None and rows_CB is not None:
+        sum_B.add_(rows_CB.sum(0, dtype=sum_B.dtype))
+
+
 def rounded_in_place(x_CD: Tensor, dtype: torch.dtype) -> Tensor:
     """Round rows to a dtype of half their size, in their own memory, and return them there.
 
@@ -51,13 +57,18 @@ def rounded_in_place(x_CD: Tensor, dtype: torch.dtype) -> Tensor:
     copied first.
     """
     C, first = x_CD.shape[0], 1
-    rounded_CD = x_CD.view(-1).view(dtype)[: x_CD.numel()].view(x_CD.shape)
+    rounded_CD = rows_in_memory(x_CD, dtype)
     rounded_CD[: min(C, 1)] = x_CD[:1].clone()
     while first < C:
         rows = slice(first, min(2 * first, C))
         rounded_CD[rows] = x_CD[rows]
         first = rows.stop
     return rounded_CD
+
+
+def rows_in_memory(x_CD: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of the same shape in a smaller dtype, from the beginning of the rows' memory."""
+    return x_CD.view(-1).view(dtype)[: x_CD.numel()].view(x_CD.shape)
 
 
 def slope_of_tanh(x: Tensor) -> Tensor:

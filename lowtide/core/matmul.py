@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lowtide.core.bfloat16_units import gemm
 from lowtide.core.kernels.backend import PRODUCT_ROWS
 from lowtide.core.strides import gathered_rows, lies_by_rows, multiplies
 
@@ -136,12 +137,17 @@ def copied_bytes(input: Tensor, dtype: torch.dtype) -> tuple[int, int]:
 def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
     """Write scale a b to out, or add it to out; sums have out's dtype, not the operands'.
 
-    If out is half precision, sums are float32 and are rounded once, after scaling.
+    If out is half precision, sums are float32 and are rounded once, after scaling. On a CPU,
+    half-precision operands of a float32 result are bfloat16, and the CPU has units for them.
     """
     (M, K), N = a.shape, b.shape[1]
     if K == 0:  # where cuBLAS does not write to `out`
         if not add:
             out.zero_()
+        return
+    if a.dtype != out.dtype and not a.is_cuda:
+        assert scale == 1, "on a CPU only sums in the operands' dtype are scaled"
+        gemm.product(out, a, b, add=add)
         return
     cut = (M | N | K) % VECTOR_BYTES != 0 and a.is_cuda and M * N * K >= FEWEST_MULTIPLICATIONS
     if cut and (parts := whole_vectors(out, a, b)):
@@ -191,18 +197,24 @@ def product_of_rows(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> 
         product(rows_of(out, rows), rows_of(a, rows), b, add=add)
 
 
+def in_three_parts(vectors: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return three half-precision tensors whose sum is a float32 one, for GEMMs that read these."""
+    rest, parts = vectors, []
+    for _ in range(3):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].to(vectors.dtype)
+    return parts
+
+
 def sum_of_products(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """Return the product of vectors [K, R] and a matrix [R, S], exact to float32.
+    """Return the product of vectors [K, R] and a matrix [R, S], exact to float32, on a CUDA device.
 
     If the matrix is half precision, each float32 vector is written as a sum of three vectors of the
     matrix's dtype.
     """
     if matrix.dtype == vectors.dtype:
         return vectors @ matrix
-    K, rest, parts = vectors.shape[0], vectors, []
-    for _ in range(3):
-        parts.append(rest.to(matrix.dtype))
-        rest = rest - parts[-1].to(vectors.dtype)
+    K, parts = vectors.shape[0], in_three_parts(vectors, matrix.dtype)
     # Tensor cores take a multiple of 8 rows; zeros fill the last ones.
     parts.append(torch.zeros(-3 * K % 8, vectors.shape[1], dtype=matrix.dtype, device=matrix.device))
     sums = torch.mm(torch.cat(parts), matrix, out_dtype=vectors.dtype)

@@ -123,6 +123,19 @@ def multiply_transposed(out_VD: Tensor, e_CV: Tensor, x_CD: Tensor, *, add: bool
     )
 
 
+def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
+    """Write a b to out, or add it if `add`, whichever of the two above reads these layouts.
+
+    Each of a and b lies by rows or by columns, but not both of them by columns.
+    """
+    if out.numel() == 0:
+        return
+    if lies_by_rows(a):
+        multiply(out, a, b, add=add)
+    else:
+        multiply_transposed(out, a.t(), b, add=add)
+
+
 def _weight(weight_VD: Tensor) -> tuple["_Matrix", ctypes.c_bool]:
     """Return a weight that lies by rows or by columns, and True for columns."""
     by_columns = not lies_by_rows(weight_VD)

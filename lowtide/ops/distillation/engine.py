@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.elementwise import add_row_sum
 from lowtide.core.matmul import Operand, product
 from lowtide.core.pending_gradient import (
     PendingGradient,
@@ -242,12 +243,14 @@ class DistillationEngine(Engine):
         *,
         take_stats: bool = False,
         gradient: bool = True,
+        bias_sum_B: Tensor | None = None,
     ) -> Any:
         if self.V == 0:  # this rank has no classes
             return torch.empty_like(logits_CB.student_CB, dtype=self.operands[0].dtype)
-        return self._pass(
-            logits_CB, coefs, stats, columns, take_sums=take_stats, take_means=take_stats, gradient=gradient
-        )
+        options = {"take_sums": take_stats, "take_means": take_stats, "gradient": gradient}
+        g_CB = self._pass(logits_CB, coefs, stats, columns, **options)
+        add_row_sum(bias_sum_B, g_CB)
+        return g_CB
 
     def _pass(
         self,

@@ -28,7 +28,7 @@ from lowtide.ops.linear_cross_entropy.operator.planner import (
     with_graph_facts,
 )
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
-from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.call import CPU_UNITS, Call, CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import three_gemms_seconds
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks.agreement import check_layout
@@ -47,6 +47,7 @@ WEIGHT_GRADIENTS = {
 KERNELS = {
     "cpu_exponentials": "C++, with oneDNN's bfloat16 products; no pass over the logits",
     "exponentials": "Triton; no pass over the logits",
+    "cpu_logits": "C++, with oneDNN's bfloat16 products, and plain torch",
     "logits_torch": "plain torch",
 }
 
@@ -184,14 +185,18 @@ class AskedLossCall:
         chunks = -(-tokens // rows) if tokens else 0
         found = {"engine": plan.engine, "kernels": KERNELS.get(plan.engine, "Triton")}
         reasons = choose_engine(self._given()).reasons
-        # Say only why the usual engine for this target and device is not taken.
-        other = "soft_targets" if self.probabilities is not None else "exponentials"
+        # Say only why the usual engines for this target and device are not taken.
+        usual = ["soft_targets" if self.probabilities is not None else "exponentials"]
         if self.device == "cpu" and plan.backend == "torch":
-            other = "cpu_exponentials"
-        if other in reasons:
-            found["why"] = f"not {other}: {reasons[other]}"
-            if other == "cpu_exponentials" and gemm.against() == gemm.NO_UNITS != reasons[other]:
-                found["why"] += f"; and {gemm.NO_UNITS}"
+            usual = [*CPU_UNITS]
+        against: dict[str, str] = {}  # one engine for each reason
+        for engine in usual:
+            if engine in reasons:
+                against.setdefault(reasons[engine], f"not {engine}: {reasons[engine]}")
+        if against:
+            if usual == [*CPU_UNITS] and gemm.against() == gemm.NO_UNITS:
+                against.setdefault(gemm.NO_UNITS, f"and {gemm.NO_UNITS}")
+            found["why"] = "; ".join(against.values())
         found["workspace"] = readable(plan.workspace, ",.0f", at_least=10)
         if self.workspace is None:
             found["workspace"] += ", the default"

@@ -77,18 +77,19 @@ class Engine:
         if not gradient and not take_stats:
             return None
         buffer_CV = self.chunk_buffer(gradient)
+        bias_sum_V = None if gradients.bias is None else gradients.bias.tensor
         for rows in blocks(self.M, plan.rows):
             chunks = [operand.rows(rows) for operand in self.operands]
             z_CV = buffer_CV[: rows.stop - rows.start]
-            g_CV = self.chunk_gradient_(z_CV, chunks, rows, coefs[rows], stats[rows], take_stats, gradient)
+            g_CV = self.chunk_gradient_(
+                z_CV, chunks, rows, coefs[rows], stats[rows], take_stats, gradient, bias_sum_V
+            )
             for operand, dx in zip(self.operands, inputs):
                 if dx is not None:
                     self._input_gradient(operand, g_CV, dx, rows)
             for x_CD, sum in zip(chunks, sums):
                 if sum is not None:
                     sum.add_product(g_CV, x_CD, first=rows.start == 0, last=rows.stop == self.M)
-            if gradients.bias is not None:
-                gradients.bias.tensor.add_(g_CV.sum(0, dtype=plan.sum_dtype))
             # Copies may be among them; free them before the next ones are made.
             del chunks, g_CV, x_CD
         for sum in sums:
@@ -146,10 +147,13 @@ class Engine:
         *,
         take_stats: bool = False,
         gradient: bool = True,
+        bias_sum_B: Tensor | None = None,
     ) -> Any:  # Tensor [C, B]; None without a gradient
         """Turn a tile's float32 logits into their gradient, in place.
 
-        With `take_stats` compute the row statistics first, from a tile of all classes.
+        With `take_stats` compute the row statistics first, from a tile of all classes. Add the sum
+        of the gradient's rows to `bias_sum_B`, if given: before they are rounded, if they are
+        rounded here.
         """
         raise NotImplementedError
 
@@ -170,13 +174,13 @@ class Engine:
         stats: Any,
         take_stats: bool,
         gradient: bool,
+        bias_sum_V: Tensor | None,
     ) -> Any:  # Tensor [C, V], in the buffer's memory; None without a gradient
         """Compute the chunk's logits, then their row statistics, their gradient, or both."""
         self.logits_into(buffer_CV, chunks)
         del chunks[self.trained_terms :]
-        return self.tile_gradient_(
-            buffer_CV, coefs, stats, self.columns(rows), take_stats=take_stats, gradient=gradient
-        )
+        columns, options = self.columns(rows), {"take_stats": take_stats, "gradient": gradient}
+        return self.tile_gradient_(buffer_CV, coefs, stats, columns, **options, bias_sum_B=bias_sum_V)
 
     def logits_into(self, buffer_CV: Any, chunks: list[Tensor]) -> None:
         """Write the logits of a chunk to the buffer."""

@@ -40,6 +40,7 @@ def walk_tokens(
     # gradient here: then no rank sums an input gradient, since all ranks would form it here.
     if not take_stats and not gradient:
         return
+    bias_sum_V = None if gradients.bias is None else gradients.bias.tensor
     in_turn = [*chunks_of(engine)]
     buffers = [engine.chunk_buffer(gradient) for _ in in_turn[: 1 + take_stats]]
 
@@ -51,7 +52,8 @@ def walk_tokens(
     for rows, chunks, z_CV, _ in merged_chunks(engine, in_turn, begin):
         if not gradient:
             continue
-        g_CV = engine.tile_gradient_(z_CV, coefs[rows], stats[rows], engine.columns(rows))
+        row = coefs[rows], stats[rows], engine.columns(rows)
+        g_CV = engine.tile_gradient_(z_CV, *row, bias_sum_B=bias_sum_V)
         for operand, dx in zip(engine.operands, summed):
             if dx is not None:
                 dx_CD = dx.memory(rows)
@@ -63,8 +65,6 @@ def walk_tokens(
         for x_CD, sum in zip(chunks, sums):
             if sum is not None:
                 sum.add_product(g_CV, x_CD, first=rows.start == 0, last=rows.stop == engine.M)
-        if gradients.bias is not None:
-            gradients.bias.tensor.add_(g_CV.sum(0, dtype=plan.sum_dtype))
         del chunks, g_CV, z_CV
     for dx in summed:
         if dx is not None:

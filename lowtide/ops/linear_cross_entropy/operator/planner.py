@@ -51,6 +51,7 @@ SPECS = {
     "exponentials": exponentials.SPEC,
     "cpu_exponentials": cpu_exponentials.SPEC,
     "logits_triton": logits.TRITON,
+    "cpu_logits": logits.CPU_UNITS,
     "logits_torch": logits.TORCH,
 }
 

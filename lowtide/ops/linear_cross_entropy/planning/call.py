@@ -10,18 +10,21 @@ import torch
 from lowtide.core.kernels.devices import counted_as
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 
-# The names of the engines. "logits_torch" is logits/engine.py with softmax_torch.py, and
-# "logits_triton" the same with softmax_triton.py; the others are engine.py in the folder of that
-# name. Append new engines at the end: the shape of saved statistics tells an engine's place here
-# (saved_stats.py), and caches of compiled graphs keep these shapes.
-ENGINES = ("logits_torch", "logits_triton", "exponentials", "soft_targets", "cpu_exponentials")
+# The names of the engines. Three are logits/engine.py: "logits_torch" and "cpu_logits", which uses
+# the bfloat16 units of a CPU, with softmax_torch.py, and "logits_triton" with softmax_triton.py.
+# The rest are engine.py in the folder of that name. Append new engines at the end: the shape of
+# saved statistics tells an engine's place here (saved_stats.py), and caches of compiled graphs keep
+# these shapes.
+ENGINES = ("logits_torch", "logits_triton", "exponentials", "soft_targets", "cpu_exponentials", "cpu_logits")
+# Engines that multiply bfloat16 operands by the units of a CPU (core/bfloat16_units).
+CPU_UNITS = ("cpu_exponentials", "cpu_logits")
 # Engines whose row statistics leave the target out of a row's sum of exponentials.
 EXCLUDING = ("exponentials", "cpu_exponentials")
 
 
 def backend_of(engine: str) -> str:
     """Return "triton" if the engine's kernels are Triton's, else "torch"."""
-    return "torch" if engine in ("logits_torch", "cpu_exponentials") else "triton"
+    return "torch" if engine in ("logits_torch", *CPU_UNITS) else "triton"
 
 
 class NeedsGrad(NamedTuple):

@@ -16,7 +16,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
-from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
+from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS, ROUNDED_CLASSES
 
 STATISTICS = 24  # numbers per token of a chunk: row statistics and their temporaries
 # Numbers per token for each part of the classes whose statistics are gathered, including the
@@ -115,6 +115,14 @@ def counts_of(
         further_terms=further,
         packed_sum=min(weight_sum, (call.V - call.V // 2) * call.D * sum_size) if packs else 0,
     )
+
+
+def with_rounded_blocks(counts: ByteCounts, call: Call) -> ByteCounts:
+    """Return the counts with a single GEMM for dW on a CPU, rounded block by block."""
+    if not counts.weight_sum or not call.options.few_tokens:
+        return counts
+    block = min(call.V, ROUNDED_CLASSES) * counts.class_sum
+    return replace(counts, one_product_row=counts.token_bytes, rounded_block=block)
 
 
 def with_packed_sum(counts: ByteCounts, call: Call) -> ByteCounts:

@@ -9,7 +9,7 @@ import torch
 
 from lowtide.core.strides import address, copies_rows, lies_by_rows, maps_input, maps_weight, multiplies
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.planning.call import Call, backend_of
+from lowtide.ops.linear_cross_entropy.planning.call import CPU_UNITS, Call, backend_of
 
 TILED = ("exponentials", "soft_targets")  # engines that read operands through tensor maps
 
@@ -64,9 +64,9 @@ def _dtype(head: Head, options: Options) -> torch.dtype:
     """Return the dtype of the GEMM operands.
 
     On the CPU torch has no half-precision GEMM with a float32 result, so operands are cast to
-    float32 there. cpu_exponentials/engine.py has such a GEMM of its own.
+    float32 there, but by engines that have such a GEMM of their own (core/bfloat16_units).
     """
-    own = head.device.type == "cuda" or options.engine == "cpu_exponentials"
+    own = head.device.type == "cuda" or options.engine in CPU_UNITS
     return options.compute_dtype if own else options.sum_dtype
 
 

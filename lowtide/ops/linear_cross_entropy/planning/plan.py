@@ -25,8 +25,8 @@ class Plan(Tiling):
     compute_dtype: torch.dtype
     """Dtype of the GEMM operands.
 
-    This is the options' dtype. For half precision on the CPU it is float32, except in
-    cpu_exponentials/engine.py.
+    This is the options' dtype. For half precision on the CPU it is float32, except in the engines
+    that use its bfloat16 units.
     """
     copies_rows: tuple[bool, ...]
     """One flag per term: True if a chunk of the input is copied, for its dtype or its strides."""

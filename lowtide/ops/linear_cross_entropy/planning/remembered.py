@@ -82,5 +82,5 @@ def _likeness(call: Call) -> Hashable:
             layouts.append((each.shape, each.stride(), each.dtype, each.device, begins(each) % 8))
         else:
             return None
-    # cpu_exponentials needs the GEMMs of oneDNN, which the caller can switch off.
+    # Engines that use a CPU's units need the GEMMs of oneDNN, which the caller can switch off.
     return (*layouts, call.options, call.call_kind, call.rank_tokens, torch.backends.mkldnn.enabled)

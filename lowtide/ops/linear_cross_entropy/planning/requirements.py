@@ -4,14 +4,22 @@ spec.py in each engine's folder has the engine's own requirements; operator/plan
 engine.
 """
 
+from collections.abc import Mapping
+
 import torch
 
+from lowtide.core.bfloat16_units import gemm
 from lowtide.core.errors import ArgumentError
 from lowtide.core.kernels.backend import has_warpgroup_mma, marked_constant, reason_against_triton
 from lowtide.core.strides import copies_rows, maps_input, maps_weight, place
 from lowtide.ops.linear_cross_entropy.definition.head import Options
-from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, Call, backend_of
+from lowtide.ops.linear_cross_entropy.planning.call import CPU_UNITS, ENGINES, Call, backend_of
 from lowtide.ops.linear_cross_entropy.planning.operands import TILED
+
+# Fewest elements of the weight in engines that use a CPU's bfloat16 units. With fewer, the GEMMs
+# take less time than the Python code around them, which is about the same in all engines.
+FEWEST_WEIGHTS = 1 << 16  # decision 0083
+OF_SHARDED = 16  # times as many for the part of a rank; smaller parts were not measured
 
 # Operand dtypes of exponentials/gemm/gemm_triton.py. float16 lacks the range for exp(z), and
 # float32 GEMMs are too slow.
@@ -56,6 +64,33 @@ def tiles_unsupported_reason(call: Call, backend: str) -> str | None:
     return None
 
 
+def units_unsupported_reason(call: Call, backend: str, refused: Mapping[str, object]) -> str | None:
+    """Return why an engine that uses a CPU's bfloat16 units cannot run the call, or None.
+
+    `refused` are the engine's own reasons, each with True where it applies.
+    """
+    weights, options = call.head.weights, call.options
+    if call.head.device.type != "cpu" or backend != "torch":
+        return "it is for CPU tensors, without Triton"
+    if any(each.dtype != torch.bfloat16 for each in weights) or options.compute_dtype != torch.bfloat16:
+        return "it takes operands that are bfloat16"
+    for reason, applies in refused.items():
+        if applies:
+            return reason
+    sharded = options.sharded
+    classes = options.num_classes // options.ranks if sharded else call.head.classes
+    fewest = FEWEST_WEIGHTS * (OF_SHARDED if sharded else 1)
+    if classes * call.D < fewest:
+        return f"it is for heads of {fewest} weights and more"
+    return _cpu_products_refuse()
+
+
+@marked_constant
+def _cpu_products_refuse() -> str | None:
+    """Return why the CPU's bfloat16 GEMMs cannot run, or None."""
+    return gemm.against()
+
+
 def check_engine(options: Options, device: torch.device) -> None:
     """Raise if the engine, which may have been chosen on another machine, cannot run here."""
     engine, reason = options.engine, None
@@ -67,7 +102,7 @@ def check_engine(options: Options, device: torch.device) -> None:
         reason = reason_against_triton(device, options.compute_dtype, "input")
     if engine in TILED and not _has_tensor_maps(device):
         reason = reason or "this device has no tensor maps of a Hopper card"
-    if engine == "cpu_exponentials" and device.type != "cpu":
+    if engine in CPU_UNITS and device.type != "cpu":
         reason = f"it is for CPU tensors, and input is on {device}"
     if reason is not None:
         raise ArgumentError(

@@ -113,9 +113,11 @@ def called_on_hopper(monkeypatch, N, D, V, dtype, workspace, *, wanted=(True, Tr
         return head, planner.with_graph_facts(head, options, call_kind), call_kind
 
 
-def test_low_rank_term_sum_outside_default():
+@pytest.mark.parametrize("units", [True, False])
+def test_low_rank_term_sum_outside_default(monkeypatch, units):
     """Of 128 features of 128k classes it is as large as the default itself, and so is a float32
-    copy of its weight, as the CPU takes it."""
+    copy of its weight, as a CPU without bfloat16 units takes it."""
+    monkeypatch.setattr(requirements, "_cpu_products_refuse", lambda: None if units else "not here")
     V, R, D = 128256, 128, 64
     with FakeTensorMode():
         inputs, weights = (
@@ -127,9 +129,9 @@ def test_low_rank_term_sum_outside_default():
         options = planner.with_graph_facts(head, options, call_kind)
         made = planner.make_plan(head, options, call_kind)
         assert planner.peak_bytes(head, options, call_kind) <= made.workspace
-        assert made.workspace == (64 << 20) + V * R * (4 + 4)
+        assert made.workspace == (64 << 20) + V * R * (4 if units else 4 + 4)
         with pytest.raises(ArgumentError, match="workspace must hold"):
-            planner.make_plan(head, options._replace(workspace=64 << 20), call_kind)
+            planner.make_plan(head, options._replace(workspace=V * R * 4), call_kind)
 
 
 def to_cuda(tensor):

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import lowtide
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_exponentials
 from lowtide.ops.linear_cross_entropy.operator import ops
+from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.remembered import forget
-from tests.support.budgets import Inputs
+from tests.support.budgets import Inputs, half_products
 from tests.support.loss import check, check_log_probs, make_inputs, rows_for
 from tests.support.ranks import DEVICE, generator, mesh_of
 
@@ -233,8 +233,8 @@ def whole(result: Tensor) -> Tensor:
     return result.to_local() if isinstance(result, DTensor) else result
 
 
-def loss_case(dtype, layout, target, way, name, workspace=None, backend="auto") -> None:
-    options = OPTIONS[name]
+def loss_case(ran, dtype, layout, target, way, name, workspace=None, backend="auto") -> None:
+    options, before = OPTIONS[name], ran["cpu_logits"]
     inputs = inputs_of(target, layout, options, dtype)
     shards = Shards(inputs, layout, way)
     given = {key: value for key, value in options.items() if key not in TENSORS}
@@ -250,10 +250,12 @@ def loss_case(dtype, layout, target, way, name, workspace=None, backend="auto") 
         upstream = 2.0  # another factor would round half precision once more
         (loss * upstream).backward()
         found = whole(loss).detach()
-    check({"loss": found, **shards.gradients()}, inputs, upstream=upstream, **given)
+    with half_products(ran["cpu_logits"] > before):
+        check({"loss": found, **shards.gradients()}, inputs, upstream=upstream, **given)
 
 
-def log_probs_case(dtype, layout, target, way, name, workspace=None, backend="auto") -> None:
+def log_probs_case(ran, dtype, layout, target, way, name, workspace=None, backend="auto") -> None:
+    before = ran["cpu_logits"]
     options = {
         key: value for key, value in OPTIONS[name].items() if key in ("bias", "logit_scale", "softcap")
     }
@@ -267,7 +269,8 @@ def log_probs_case(dtype, layout, target, way, name, workspace=None, backend="au
     upstream = [torch.randn(N, dtype=torch.float64, generator=seeded) for _ in range(3)]
     torch.autograd.backward(found[:3], [shards.rows(each.to(found[0].dtype)) for each in upstream])
     results = {key: shards.whole_rows(each) for key, each in found._asdict().items()}
-    check_log_probs({**results, **shards.gradients()}, inputs, upstream, **given)
+    with half_products(ran["cpu_logits"] > before):
+        check_log_probs({**results, **shards.gradients()}, inputs, upstream, **given)
 
 
 LOG_PROBS = ("plain", "bias", "soft cap", "learned scale")
@@ -343,7 +346,7 @@ def running_on(engine: str) -> Iterator[Counter[str]]:
     """
     with pytest.MonkeyPatch.context() as patch, engines_counted() as engines:
         if engine == "cpu_exponentials":
-            patch.setattr(cpu_exponentials, "FEWEST_WEIGHTS", 0)
+            patch.setattr(requirements, "FEWEST_WEIGHTS", 0)
         else:
             from tests.ops.linear_cross_entropy.on_exponentials import put_everywhere  # imports Triton
 
@@ -356,15 +359,17 @@ def running_on(engine: str) -> Iterator[Counter[str]]:
         yield engines
 
 
-def matrix(kind: str, **options: Any) -> dict[str, Any]:
+def matrix(kind: str, ran: Counter[str], **options: Any) -> dict[str, Any]:
     global N, D, V
     real = kind.startswith("real ")
-    N, D, V = REAL if real else (rows_for(DEVICE, getattr(torch, kind.split()[1]), FEWEST), D, CLASSES)
+    dtype = getattr(torch, kind.split()[1])
+    halves = DEVICE == "cuda" or requirements.FEWEST_WEIGHTS == 0  # products of half precision
+    N, D, V = REAL if real else (rows_for("cuda" if halves else DEVICE, dtype, FEWEST), D, CLASSES)
     workspaces = REAL_ROOM if real else (None, few_rows())
     failed, every = [], cases(kind)
     for number, (case, dtype, *rest) in enumerate(every):
         try:
-            case(dtype, *rest, workspace=workspaces[number % len(workspaces)], **options)
+            case(ran, dtype, *rest, workspace=workspaces[number % len(workspaces)], **options)
         except AssertionError as error:
             failed.append(f"{case.__name__} {rest}: {error}")
     return {"count": len(every), "failed": failed}
@@ -374,7 +379,7 @@ def run(kind: str, rank: int) -> dict[str, Any]:
     kind, *engines = kind.split(" on ")
     if not engines:
         with engines_counted() as ran:
-            return {**matrix(kind), "engines": ran}
+            return {**matrix(kind, ran), "engines": ran}
     with running_on(*engines) as ran:
         backend = "triton" if engines == ["exponentials"] else "auto"
-        return {**matrix(kind, backend=backend), "engines": ran}
+        return {**matrix(kind, ran, backend=backend), "engines": ran}

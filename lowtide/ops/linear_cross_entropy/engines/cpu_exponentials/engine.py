@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.core import pending_gradient
 from lowtide.core.bfloat16_units import gemm
 from lowtide.core.elementwise import scaled
-from lowtide.core.matmul import blocks
+from lowtide.core.matmul import blocks, in_three_parts
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.spec import VECTOR_BLOCK
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
@@ -132,7 +132,7 @@ class CpuExponentialsEngine(LossEngine):
             if weight_V is None:
                 parts_KB = torch.ones(1, weight_BD.shape[0], dtype=weight_BD.dtype)
             else:
-                parts_KB = torch.stack(in_bfloat16(weight_V[classes]))
+                parts_KB = torch.stack(in_three_parts(weight_V[classes], weight_BD.dtype))
             gemm.multiply(sum_KD, parts_KB, weight_BD, add=True)
         total_weight_D, bias_V = sum_KD.sum(0), self.transform.bias_V
         if bias_V is None:
@@ -228,19 +228,10 @@ class CpuExponentialsEngine(LossEngine):
 
     def _add_bias(self, db_V: Tensor, e_CV: Tensor, target_C: Tensor, c_C: Tensor, h_C: Tensor) -> None:
         """Add the chunk's bias gradient, E^T c and h at the targets, exact to float32."""
-        parts_C3 = torch.stack(in_bfloat16(c_C), 1)
+        parts_C3 = torch.stack(in_three_parts(c_C, e_CV.dtype), 1)
         sum_B3 = self.buffer(min(self.V, VECTOR_BLOCK), 3)
         for classes in blocks(self.V, VECTOR_BLOCK):
             block_B3 = sum_B3[: classes.stop - classes.start]
             gemm.multiply_transposed(block_B3, e_CV[:, classes], parts_C3, add=False)
             db_V[classes].add_(block_B3.sum(1))
         db_V.index_add_(0, target_C, h_C)
-
-
-def in_bfloat16(vector: Tensor) -> list[Tensor]:
-    """Return three bfloat16 vectors whose sum is a float32 vector, for GEMMs that read bfloat16."""
-    rest, parts = vector, [vector.to(torch.bfloat16)]
-    for _ in range(2):
-        rest = rest - parts[-1]
-        parts.append(rest.to(torch.bfloat16))
-    return parts

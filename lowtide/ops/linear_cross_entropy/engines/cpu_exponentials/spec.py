@@ -5,38 +5,30 @@ Shapes: D_k features of term k, V classes.
 
 from dataclasses import replace
 
-import torch
-
-from lowtide.core.bfloat16_units import gemm
-from lowtide.core.kernels.backend import marked_constant
 from lowtide.core.strides import multiplies
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
-from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASSES, counts_with_float32_sums
+from lowtide.ops.linear_cross_entropy.planning.memory_model import (
+    SAMPLED_CLASSES,
+    counts_with_float32_sums,
+    with_rounded_blocks,
+)
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
-from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ROUNDED_CLASSES
+from lowtide.ops.linear_cross_entropy.planning.requirements import units_unsupported_reason
 
-# Fewest elements of the weight. With fewer, the GEMMs take less time than the Python code around
-# them, which is about the same in all engines.
-FEWEST_WEIGHTS = 1 << 16  # decision 0083
 # Classes of a product with a few vectors: their operands and result take memory beside a chunk's.
 VECTOR_BLOCK = 4096
-OF_SHARDED = 16  # times as many for the part of a rank; smaller parts were not measured
 
 
 def unsupported_reason(call: Call, backend: str) -> str | None:
     weight, *others = call.head.weights
     options, call_kind = call.options, call.call_kind
-    if call.head.device.type != "cpu" or backend != "torch":
-        return "it is for CPU tensors, without Triton"
-    if not weight.dtype == options.compute_dtype == torch.bfloat16:
-        return "it takes operands that are bfloat16"
     # All ranks of a sharded head must choose the same engine, but the layouts of their weights may
     # differ. So accept any layout; `readable` of operator/planner.py copies a weight if needed.
-    if not multiplies(weight) and not options.sharded:
-        return "it takes a weight whose features or classes lie side by side"
+    strided = not multiplies(weight) and not options.sharded
     refused = {
+        "it takes a weight whose features or classes lie side by side": strided,
         "it takes one linear term": others,
         "it computes a loss, and no log-probabilities": call_kind.log_probs,
         "it takes class indices": call_kind.probabilities,
@@ -47,25 +39,12 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         "it takes a soft cap from 2^-100 to 2^100": options.softcap and not _in_range(options.softcap),
         "it takes a head whose classes are not divided into segments": options.segments,
     }
-    for reason, applies in refused.items():
-        if applies:
-            return reason
-    classes = options.num_classes // options.ranks if options.sharded else weight.shape[0]
-    fewest = FEWEST_WEIGHTS * (OF_SHARDED if options.sharded else 1)
-    if classes * weight.shape[1] < fewest:
-        return f"it is for heads of {fewest} weights and more"
-    return _cpu_products_refuse()
+    return units_unsupported_reason(call, backend, refused)
 
 
 def _in_range(softcap: float) -> bool:
     """Return True for a cap that float32 holds, with its quotients."""
     return 2.0**-100 <= softcap <= 2.0**100
-
-
-@marked_constant
-def _cpu_products_refuse() -> str | None:
-    """Return why the CPU's bfloat16 GEMMs cannot run, or None."""
-    return gemm.against()
 
 
 def memory(call: Call, access: OperandAccess) -> ByteCounts:
@@ -89,16 +68,8 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
         of_block = 20
         counts = replace(counts, fixed=counts.fixed + 24 * call.D)
     counts = replace(counts, fixed=counts.fixed + of_block * min(call.V, VECTOR_BLOCK))
-    one_product_row, rounded_block = 0, 0
-    if counts.weight_sum and call.options.few_tokens:
-        one_product_row = counts.token_bytes
-        rounded_block = min(call.V, ROUNDED_CLASSES) * counts.class_sum
-    return replace(
-        counts,
-        block_row=counts.block_row + call.sum_size * features,
-        one_product_row=one_product_row,
-        rounded_block=rounded_block,
-    )
+    counts = replace(counts, block_row=counts.block_row + call.sum_size * features)
+    return with_rounded_blocks(counts, call)
 
 
 def shard_token_bytes(call: Call, counts: ByteCounts) -> int:

@@ -84,6 +84,7 @@ class LogitsEngine(LossEngine):
         take_stats: bool = False,
         gradient: bool = True,
         keep_logits: bool = False,
+        bias_sum_B: Tensor | None = None,
     ) -> Any:
         """Run the softmax of the plan's backend on a tile of logits, in place."""
         if self.V == 0:  # other ranks have the classes
@@ -94,13 +95,13 @@ class LogitsEngine(LossEngine):
             from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
         else:
             from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import softmax_gradient_
-        dtype = self.plan.compute_dtype if gradient else None
         return softmax_gradient_(
             logits_CB,
             coefs,
             stats,
             columns,
             take_stats=take_stats,
-            gradient_dtype=dtype,
+            gradient_dtype=self.plan.compute_dtype if gradient else None,
             keep_logits=keep_logits,
+            bias_sum_B=bias_sum_B,
         )

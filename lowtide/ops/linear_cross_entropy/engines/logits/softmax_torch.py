@@ -9,7 +9,7 @@ these rows at a time.
 import torch
 from torch import Tensor
 
-from lowtide.core.elementwise import exp_
+from lowtide.core.elementwise import add_row_sum, exp_, rounded_in_place, rows_in_memory
 from lowtide.ops.linear_cross_entropy.engines.row_math import (
     RowCoefs,
     SoftmaxStats,
@@ -31,11 +31,21 @@ def softmax_gradient_(
     take_stats: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics only
     keep_logits: bool = False,  # True, with statistics only: leave the logits as they are
+    bias_sum_B: Tensor | None = None,
 ) -> Tensor | None:  # [C, B]
-    """Turn a tile of logits into its gradient in place, and compute the row statistics if asked."""
+    """Turn a tile of logits into its gradient in place, and compute the row statistics if asked.
+
+    Add the sum of the gradient's rows, which are not rounded yet, to `bias_sum_B`, if given.
+    """
     C, B = logits_CB.shape
     cached = CACHE_BYTES * torch.get_num_threads() // (B * logits_CB.element_size())
-    step = max(1, cached if logits_CB.device.type == "cpu" else C)
+    on_cpu = logits_CB.device.type == "cpu"
+    step = max(1, cached if on_cpu else C)
+    dtype = gradient_dtype or logits_CB.dtype
+    rounds, grad_CB = dtype != logits_CB.dtype, logits_CB
+    in_place = rounds and on_cpu and logits_CB.is_contiguous()
+    if rounds:
+        grad_CB = rows_in_memory(logits_CB, dtype) if in_place else torch.empty_like(logits_CB, dtype=dtype)
     for start in range(0, C, step):
         rows = slice(start, start + step)
         row, stat, column = coefs[rows], stats[rows], columns[rows]
@@ -68,9 +78,12 @@ def softmax_gradient_(
             grad_cb.mul_(slope_cb)
         if stat.grad_dot_logit_N is not None:
             torch.sum(grad_cb * raw_cb, 1, out=stat.grad_dot_logit_N)
-        if reads_shift:
-            logits_CB[rows] = grad_cb
-    return None if gradient_dtype is None else logits_CB.to(gradient_dtype)
+        add_row_sum(bias_sum_B, grad_cb)
+        if in_place and start == 0 and not reads_shift:
+            rounded_in_place(grad_cb, dtype)
+        elif rounds or reads_shift:
+            grad_CB[rows] = grad_cb  # in place, over rows before these
+    return None if gradient_dtype is None else grad_CB
 
 
 def _take_sums_of_shifts(

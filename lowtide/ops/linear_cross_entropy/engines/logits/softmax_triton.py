@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.elementwise import add_row_sum
 from lowtide.core.kernels.backend import next_power_of_2
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
@@ -251,10 +252,15 @@ def softmax_gradient_(
     take_stats: bool,
     gradient_dtype: torch.dtype | None,  # None: statistics only
     keep_logits: bool = False,  # not needed: with statistics only, the logits are never overwritten
+    bias_sum_B: Tensor | None = None,
 ) -> Tensor | None:  # [C, B]
-    """Turn a tile of logits into its gradient in place, and compute the row statistics if asked."""
+    """Turn a tile of logits into its gradient in place, and compute the row statistics if asked.
+
+    Add the sum of the gradient's rows, as rounded, to `bias_sum_B`, if given.
+    """
     grad_CB = None if gradient_dtype is None else gradient_view(logits_CB, gradient_dtype)
     softmax_gradient_into(grad_CB, logits_CB, coefs, stats, columns, take_stats=take_stats)
+    add_row_sum(bias_sum_B, grad_CB)
     return grad_CB
 
 

@@ -11,9 +11,15 @@ from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, pa
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
-from lowtide.ops.linear_cross_entropy.planning.memory_model import counts_with_float32_sums
+from lowtide.ops.linear_cross_entropy.planning.memory_model import (
+    counts_with_float32_sums,
+    with_rounded_blocks,
+)
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
-from lowtide.ops.linear_cross_entropy.planning.requirements import triton_unsupported_reason
+from lowtide.ops.linear_cross_entropy.planning.requirements import (
+    triton_unsupported_reason,
+    units_unsupported_reason,
+)
 
 # dW is formed by a single GEMM only if its memory holds the float32 logits of this many rows, or of
 # all tokens. With fewer rows, each GEMM of logits would read the whole weight for few rows.
@@ -26,16 +32,21 @@ def _memory_in_torch(call: Call, access: OperandAccess) -> ByteCounts:
     # For each of these the softmax holds two more tensors of the logits' size.
     several = (bool(options.softcap), call_kind.log_probs, call_kind.probabilities, call.needs_grad.scale)
     copies = 2 * sum(several) * call.sum_size
-    # In torch a rounded gradient is a tensor of its own.
-    if access.dtype != options.sum_dtype:
+    # In torch a rounded gradient is a tensor of its own; on a CPU it lies in the logits' memory.
+    rounds = access.dtype != options.sum_dtype
+    if rounds and call.device != "cpu":
         logit += access.dtype.itemsize
-    return counts_with_float32_sums(
+    counts = counts_with_float32_sums(
         call,
         access,
         logits=padded_classes(call.V, call.device)
         * ((logit if call.needs_grad.some else call.sum_size) + copies),
         block_logit=logit + copies,
     )
+    if not rounds or call.device != "cpu":
+        return counts
+    # A copy of the first row, which overlaps itself.
+    return with_rounded_blocks(replace(counts, fixed=counts.fixed + call.V * call.sum_size), call)
 
 
 def _memory_in_triton(call: Call, access: OperandAccess) -> ByteCounts:
@@ -93,9 +104,14 @@ def _has_one_product(call: Call, access: OperandAccess, counts: ByteCounts) -> b
     )
 
 
+def _against_units(call: Call, backend: str) -> str | None:
+    return units_unsupported_reason(call, backend, {})
+
+
 def _runs_all(call: Call, backend: str) -> None:
     """Return None, because the engine can run every call."""
 
 
+CPU_UNITS = EngineSpec(_against_units, _memory_in_torch, _two_chunks_and_copy)
 TORCH = EngineSpec(_runs_all, _memory_in_torch, _two_chunks_and_copy)
 TRITON = EngineSpec(triton_unsupported_reason, _memory_in_triton, _two_chunks)

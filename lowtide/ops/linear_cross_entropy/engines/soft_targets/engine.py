@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.elementwise import add_row_sum
 from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
@@ -50,12 +51,14 @@ class SoftTargetsEngine(LossEngine):
         stats: Any,
         take_stats: bool,
         gradient: bool,
+        bias_sum_V: Tensor | None,
     ) -> Any:
         columns = self.columns(rows)
         operands = [(x_CD, operand.weight(slice(0, None))) for x_CD, operand in zip(chunks, self.operands)]
         g_CV = buffer_CV if gradient else None
         partials_CT4 = distances(operands, columns, g_CV)
         softmax_triton.gradient(partials_CT4, g_CV, coefs, stats, columns, take_stats=take_stats)
+        add_row_sum(bias_sum_V, g_CV)
         return g_CV
 
     def tile_gradient_(
@@ -67,11 +70,15 @@ class SoftTargetsEngine(LossEngine):
         *,
         take_stats: bool = False,
         gradient: bool = True,
+        bias_sum_B: Tensor | None = None,
     ) -> Any:
         dtype = self.plan.compute_dtype if gradient else None
-        return softmax_gradient_(
-            logits_CB, coefs, stats, columns, take_stats=take_stats, gradient_dtype=dtype
-        )
+        options: dict[str, Any] = {
+            "take_stats": take_stats,
+            "gradient_dtype": dtype,
+            "bias_sum_B": bias_sum_B,
+        }
+        return softmax_gradient_(logits_CB, coefs, stats, columns, **options)
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_CV: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import lowtide
 from lowtide.core.bfloat16_units import gemm
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
+from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.tools.bench.cases import CASES
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 from tests.support.loss import (
@@ -31,7 +31,7 @@ KINDS = ["accumulate", "packed", "class_blocks"]
 def _every_size(monkeypatch):
     if not gemm.available():
         pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
-    monkeypatch.setattr(cpu_spec, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
 
 
 def is_kind(kind):

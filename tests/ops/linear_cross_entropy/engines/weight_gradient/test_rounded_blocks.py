@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.core.bfloat16_units import gemm
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import RoundedBlocks
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
+from lowtide.ops.linear_cross_entropy.planning import memory_model, requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.division import sizes
 from tests.support.loss import HALVES, check, differentiate, fused, make_inputs, planned, workspace_for
@@ -45,7 +45,7 @@ def takes_one(plan):
 def _units(monkeypatch):
     if not gemm.available():
         pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
-    monkeypatch.setattr(spec, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
 
 
 @pytest.mark.usefixtures("_units")
@@ -57,7 +57,7 @@ def _units(monkeypatch):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("V", [502, 503])
 def test_single_product_gradients_and_workspace(monkeypatch, V, reduction, options):
-    monkeypatch.setattr(spec, "ROUNDED_CLASSES", 64)
+    monkeypatch.setattr(memory_model, "ROUNDED_CLASSES", 64)
     monkeypatch.setattr(sizes, "ROUNDED_NUMBERS", 64 * 160)
     inputs = make_inputs(120, 160, V, dtype=BF16, bias=bool(options), class_weight=bool(options))
     facts = {name: value for name, value in options.items() if name != "logit_scale"}

@@ -5,7 +5,7 @@ import torch
 
 from lowtide.core.bfloat16_units import gemm
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
+from lowtide.ops.linear_cross_entropy.planning import requirements
 from tests.ops.linear_cross_entropy.on_exponentials import dtype_on, put_everywhere
 from tests.ops.linear_cross_entropy.options.helpers import ALL, WARNINGS, made_of
 from tests.ops.linear_cross_entropy.options.normalizer.helpers import COUNT
@@ -64,7 +64,7 @@ def test_on_hopper(device, kind, monkeypatch):
 def test_cpu_exponentials(monkeypatch):
     if not gemm.available():
         pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
-    monkeypatch.setattr(cpu_spec, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
     inputs = make_inputs(370, 160, 503, dtype=torch.bfloat16, bias=True, class_weight=True)
     assert planned(inputs, None, z_loss=0.01).cpu_exponentials
     check_normalized(inputs, z_loss=0.01)

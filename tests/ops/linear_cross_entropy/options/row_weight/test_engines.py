@@ -10,7 +10,7 @@ import torch
 
 from lowtide.core.bfloat16_units import gemm
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_spec
+from lowtide.ops.linear_cross_entropy.planning import requirements
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     put_everywhere,
@@ -112,7 +112,7 @@ def test_soft_targets(device, reduction, monkeypatch):
 def test_cpu_exponentials(reduction, weight_gradient, monkeypatch):
     if not gemm.available():
         pytest.skip("this CPU has no units for bfloat16, or there is no compiler")
-    monkeypatch.setattr(cpu_spec, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(requirements, "FEWEST_WEIGHTS", 0)
     made = {"bias": True, "class_weight": True, "row_weight": True}
     inputs = make_inputs(
         1100 if weight_gradient == "accumulate" else 370, 160, 503, dtype=torch.bfloat16, **made
