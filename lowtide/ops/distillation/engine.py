@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.elementwise import add_row_sum
 from lowtide.core.matmul import Operand, product
 from lowtide.core.pending_gradient import (
     PendingGradient,
@@ -32,7 +31,7 @@ from lowtide.core.pending_gradient import (
 from lowtide.core.strides import copies_rows
 from lowtide.ops.distillation.heads import Heads
 from lowtide.ops.distillation.part_stats import merge_sums
-from lowtide.ops.distillation.planner import ALIGNMENT, DistillationPlan, operand_dtype
+from lowtide.ops.distillation.planner import ALIGNMENT, DistillationPlan
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines import sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
@@ -78,7 +77,7 @@ class DistillationEngine(Engine):
         n, options = heads.rows, plan.options
         ignored_N1 = None if heads.ignored is None else heads.ignored.reshape(n, 1)
         operands: list[Operand] = [
-            _MaskedOperand(input, weight, operand_dtype(dtype, input.device.type), ignored_N1)
+            _MaskedOperand(input, weight, dtype, ignored_N1)
             for input, weight, dtype in (
                 (heads.student_input, heads.student_weight, options.student_dtype),
                 (heads.teacher_input, heads.teacher_weight, options.teacher_dtype),
@@ -248,9 +247,7 @@ class DistillationEngine(Engine):
         if self.V == 0:  # this rank has no classes
             return torch.empty_like(logits_CB.student_CB, dtype=self.operands[0].dtype)
         options = {"take_sums": take_stats, "take_means": take_stats, "gradient": gradient}
-        g_CB = self._pass(logits_CB, coefs, stats, columns, **options)
-        add_row_sum(bias_sum_B, g_CB)
-        return g_CB
+        return self._pass(logits_CB, coefs, stats, columns, **options, bias_sum_B=bias_sum_B)
 
     def _pass(
         self,
@@ -263,6 +260,7 @@ class DistillationEngine(Engine):
         take_means: bool = False,
         gradient: bool = False,
         part: bool = False,
+        bias_sum_B: Tensor | None = None,
     ) -> Any:
         """Run the pass of the plan's backend over a tile of both heads' logits."""
         if self.plan.backend == "triton":
@@ -281,6 +279,7 @@ class DistillationEngine(Engine):
             gradient_dtype=self.operands[0].dtype if gradient else None,
             pass_logits=self.plan.pass_logits,
             part=part,
+            bias_sum_B=bias_sum_B,
         )
 
 

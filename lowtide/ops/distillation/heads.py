@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard, capped, compute_dtype
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, may_depend_on_tokens
+from lowtide.ops.linear_cross_entropy.planning.requirements import uses_units
 
 Side = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias of one head."""
@@ -83,7 +84,7 @@ class DistillationOptions(NamedTuple):
     student_softcap: float | None = None
     teacher_softcap: float | None = None
     student_dtype: torch.dtype = torch.float32
-    """The dtype of the operands of the student's products: the input's, or autocast's."""
+    """The dtype of the operands of the student's products (`operand_dtype`)."""
     teacher_dtype: torch.dtype = torch.float32
     dense: int | None = None
     """Bytes that the dense computation would hold beyond inputs, loss and gradients.
@@ -113,12 +114,12 @@ class DistillationOptions(NamedTuple):
         """Return the options as the operators take them, with dtypes and this rank's classes."""
         own = {} if shard is None else shard._asdict()
         own.pop("segments", None)
-        return self._replace(
-            **own,
+        placed = self._replace(**own)
+        return placed._replace(
             temperature=float(self.temperature),
             workspace=capped(self.workspace),
-            student_dtype=compute_dtype(heads.student_input),
-            teacher_dtype=compute_dtype(heads.teacher_input),
+            student_dtype=operand_dtype(heads.student_input, heads.student_weight, placed.shard),
+            teacher_dtype=operand_dtype(heads.teacher_input, heads.teacher_weight, placed.shard),
         )
 
     def with_graph_facts(self, heads: Heads, needs_grad: Sequence[bool]) -> "DistillationOptions":
@@ -130,9 +131,21 @@ class DistillationOptions(NamedTuple):
         dense = dense_bytes(
             heads.rows * heads.classes,
             (each.dtype for each in operands),
-            self.student_dtype,
+            compute_dtype(heads.student_input),
             self.sum_dtype,
             tracked,
             TENSORS,
         )
         return self._replace(dense=dense)
+
+
+def operand_dtype(input: Tensor, weight_VD: Tensor, shard: VocabShard) -> torch.dtype:
+    """Return the dtype in which products read a head's operands: the input's, or autocast's.
+
+    On a CPU without bfloat16 units, and on other devices with plain torch alone, no half-precision
+    product has a float32 result, so operands are widened to float32 there.
+    """
+    dtype = compute_dtype(input)
+    if input.is_cuda or uses_units(dtype, weight_VD, shard):
+        return dtype
+    return torch.promote_types(dtype, torch.float32)

@@ -109,8 +109,7 @@ def _memory(
     if options.tokens_sharded:
         N *= options.ranks
     backend = choose_backend("auto", heads.device, sum_dtype)
-    student_dtype = operand_dtype(options.student_dtype, device)
-    teacher_dtype = operand_dtype(options.teacher_dtype, device)
+    student_dtype, teacher_dtype = options.student_dtype, options.teacher_dtype
     features, gathered = 0, 0
     for input, dtype in ((heads.student_input, student_dtype), (heads.teacher_input, teacher_dtype)):
         of_row, of_part = copied_bytes(input, dtype) if copies_rows(input, dtype) else (0, 0)
@@ -179,15 +178,6 @@ def _has_one_product(heads: Heads, dtype: torch.dtype, counts: ByteCounts) -> bo
         and 0 < 2 * N <= V
         and _rows_in_gradient(heads) >= min(N, FEWEST_ROWS)
     )
-
-
-def operand_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """Return the dtype of the products' operands.
-
-    On the CPU torch has no half-precision product with a float32 result, so operands are cast to
-    float32 there.
-    """
-    return dtype if device == "cuda" else torch.promote_types(dtype, torch.float32)
 
 
 def _copied(weight_VD: Tensor, dtype: torch.dtype) -> int:

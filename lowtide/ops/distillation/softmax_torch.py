@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.elementwise import exp_
+from lowtide.core.elementwise import add_row_sum, exp_
 from lowtide.ops.linear_cross_entropy.engines.row_math import ByRow, LogitTransform
 
 
@@ -57,6 +57,7 @@ def divergence_(
     gradient_dtype: torch.dtype | None,  # None: statistics alone
     pass_logits: int,
     part: bool = False,
+    bias_sum_B: Tensor | None = None,
 ) -> Tensor | None:  # [C, B]
     """Compute the statistics, and write the gradient over the student's product.
 
@@ -64,11 +65,13 @@ def divergence_(
     computes the means and the losses; for Jensen-Shannon it needs maxima and sums of all classes.
     What is not computed is read from `statistics`. Each row's gradient is multiplied by its number
     of coef_C. About `pass_logits` logits of each head are taken at a time. `part` says that other
-    ranks have the other classes of the rows; then the products are not overwritten.
+    ranks have the other classes of the rows; then the products are not overwritten. The sum of the
+    gradient's rows, which are not rounded yet, is added to `bias_sum_B`, if given.
     """
     C, B = student.product_CB.shape
     # The gradient lies in the memory of the products. Its numbers are as wide or half as wide.
     g_CB = None if gradient_dtype is None else student.product_CB.view(gradient_dtype)[:, :B]
+    rounds = g_CB is not None and g_CB.dtype != coef_C.dtype
     step = max(1, pass_logits // B)
     for start in range(0, C, step):
         rows = slice(start, start + step)
@@ -84,8 +87,13 @@ def divergence_(
         if g_CB is not None:
             if slope_cb is not None:
                 gradient_cb.mul_(slope_cb)
-            torch.mul(gradient_cb, coef_C[rows, None], out=g_CB[rows])
+            gradient_cb.mul_(coef_C[rows, None])
+            if rounds:
+                add_row_sum(bias_sum_B, gradient_cb)
+            g_CB[rows] = gradient_cb
         del gradient_cb, slope_cb  # free them before the next ones are made
+    if not rounds:
+        add_row_sum(bias_sum_B, g_CB)
     return g_CB
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lowtide.core.elementwise import add_row_sum
 from lowtide.core.kernels.backend import next_power_of_2
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
@@ -233,10 +234,12 @@ def divergence_(
     gradient_dtype: torch.dtype | None,
     pass_logits: int,
     part: bool = False,
+    bias_sum_B: Tensor | None = None,
 ) -> Tensor | None:  # [C, B]
     """Compute the statistics, and write the gradient over the student's product.
 
-    softmax_torch.py describes the arguments; `pass_logits` is not used here.
+    softmax_torch.py describes the arguments. `pass_logits` is not used here, and the rows that are
+    added to `bias_sum_B` are rounded.
     """
     (C, B), stat = student.product_CB.shape, statistics
     transforms = of_student, of_teacher = student.transform, teacher.transform
@@ -299,4 +302,5 @@ def divergence_(
             REVERSE=beta == 1,
             **options,
         )
+    add_row_sum(bias_sum_B, grad_CB)
     return grad_CB

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.core import matmul
 from lowtide.memory import peak_memory
 from lowtide.ops.distillation import engine, planner
+from lowtide.ops.distillation import heads as heads_module
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
 from tests.ops.distillation.helpers import DIVERGENCES, REDUCTIONS, dense, fused, make_inputs
@@ -35,8 +36,7 @@ def as_on_a_card(device, monkeypatch):
     if not interpreted():
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(planner, "choose_backend", lambda *_: "triton")
-    for module in (planner, engine):
-        monkeypatch.setattr(module, "operand_dtype", lambda dtype, device: dtype)
+    monkeypatch.setattr(heads_module, "uses_units", lambda dtype, *_: dtype == BF16)
 
     def product(out, a, b, *, add=False, scale=1.0):
         found = scale * (a.float() @ b.float())

@@ -40,8 +40,7 @@ def test_flops(device):
 
 def plan(inputs, workspace):
     heads = Heads(**dict(inputs.items()))
-    dtypes = {"student_dtype": inputs.student_input.dtype, "teacher_dtype": inputs.teacher_input.dtype}
-    return make_plan(heads, DistillationOptions(0.0, workspace=workspace, **dtypes), [True] * 3)
+    return make_plan(heads, DistillationOptions(0.0, workspace=workspace).of(heads, None), [True] * 3)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -75,7 +74,7 @@ def test_input_is_weight(device, dtype):
     """What a compiler is told of each gradient does not depend on which tensor it belongs to."""
     student = torch.randn(5, 5, device=device).to(dtype)
     heads = Heads(student, student, None, student, student, None, None)
-    options = DistillationOptions(0.0, student_dtype=dtype, teacher_dtype=dtype)
+    options = DistillationOptions(0.0).of(heads, None)
     torch.library.opcheck(
         torch.ops.lowtide.distillation.default,
         (*heads, [True, True, False], *options),

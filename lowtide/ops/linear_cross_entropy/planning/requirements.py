@@ -7,12 +7,13 @@ engine.
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from lowtide.core.bfloat16_units import gemm
 from lowtide.core.errors import ArgumentError
 from lowtide.core.kernels.backend import has_warpgroup_mma, marked_constant, reason_against_triton
 from lowtide.core.strides import copies_rows, maps_input, maps_weight, place
-from lowtide.ops.linear_cross_entropy.definition.head import Options
+from lowtide.ops.linear_cross_entropy.definition.head import Options, VocabShard
 from lowtide.ops.linear_cross_entropy.planning.call import CPU_UNITS, ENGINES, Call, backend_of
 from lowtide.ops.linear_cross_entropy.planning.operands import TILED
 
@@ -77,12 +78,27 @@ def units_unsupported_reason(call: Call, backend: str, refused: Mapping[str, obj
     for reason, applies in refused.items():
         if applies:
             return reason
-    sharded = options.sharded
-    classes = options.num_classes // options.ranks if sharded else call.head.classes
-    fewest = FEWEST_WEIGHTS * (OF_SHARDED if sharded else 1)
-    if classes * call.D < fewest:
+    fewest = fewest_weights(options.shard)
+    if classes_of_rank(weights[0], options.shard) * call.D < fewest:
         return f"it is for heads of {fewest} weights and more"
     return _cpu_products_refuse()
+
+
+def uses_units(dtype: torch.dtype, weight_VD: Tensor, shard: VocabShard) -> bool:
+    """Return True if products in `dtype` with this weight use a CPU's bfloat16 units."""
+    if weight_VD.device.type != "cpu" or not weight_VD.dtype == dtype == torch.bfloat16:
+        return False
+    enough = classes_of_rank(weight_VD, shard) * weight_VD.shape[1] >= fewest_weights(shard)
+    return enough and _cpu_products_refuse() is None
+
+
+def fewest_weights(shard: VocabShard) -> int:
+    return FEWEST_WEIGHTS * (OF_SHARDED if shard.num_classes else 1)
+
+
+def classes_of_rank(weight_VD: Tensor, shard: VocabShard) -> int:
+    """Return the classes by which all ranks choose alike, about those of one rank."""
+    return shard.num_classes // shard.ranks if shard.num_classes else weight_VD.shape[0]
 
 
 @marked_constant

@@ -78,12 +78,17 @@ def softmax_gradient_(
             grad_cb.mul_(slope_cb)
         if stat.grad_dot_logit_N is not None:
             torch.sum(grad_cb * raw_cb, 1, out=stat.grad_dot_logit_N)
-        add_row_sum(bias_sum_B, grad_cb)
+        if rounds:
+            add_row_sum(bias_sum_B, grad_cb)
         if in_place and start == 0 and not reads_shift:
             rounded_in_place(grad_cb, dtype)
         elif rounds or reads_shift:
             grad_CB[rows] = grad_cb  # in place, over rows before these
-    return None if gradient_dtype is None else grad_CB
+    if gradient_dtype is None:
+        return None
+    if not rounds:
+        add_row_sum(bias_sum_B, grad_CB)
+    return grad_CB
 
 
 def _take_sums_of_shifts(
