@@ -199,10 +199,10 @@ def product_of_rows(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> 
 
 def in_three_parts(vectors: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Return three half-precision tensors whose sum is a float32 one, for GEMMs that read these."""
-    rest, parts = vectors, []
-    for _ in range(3):
-        parts.append(rest.to(dtype))
+    rest, parts = vectors, [vectors.to(dtype)]
+    for _ in range(2):
         rest = rest - parts[-1].to(vectors.dtype)
+        parts.append(rest.to(dtype))
     return parts
 
 

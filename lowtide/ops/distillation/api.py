@@ -121,7 +121,7 @@ def forward_kl(
         gradient (4 V D_s bytes, held from forward to backward). The default is limited to what the
         dense computation would hold in the same dtype: four tensors of the logits' size less the
         gradients, or three where no gradient is wanted. The call may hold 4 MiB (16 MiB on CUDA)
-        beyond this limit, and 64 bytes (256 on CUDA) for each row, feature and class. The limit
+        beyond this limit, and 128 bytes (256 on CUDA) for each row, feature and class. The limit
         does not apply to compiled graphs and derivatives of higher order.
 
     Precision:

@@ -196,8 +196,8 @@ def linear_cross_entropy(
         is wanted, it is 2 s N V. Here o is the bytes of a number of the operands, and s the bytes
         of a logit in the loss: the same as o, or 4 under autocast. With options eager torch holds
         more, which is not counted here.
-        A call may hold more than that peak. It may add 4 MiB (16 MiB on CUDA) and 64 bytes (256 on
-        CUDA) for each token, feature and class, so that a small call is not cut into single rows
+        A call may hold more than that peak. It may add 4 MiB (16 MiB on CUDA) and 128 bytes (256
+        on CUDA) for each token, feature and class, so that a small call is not cut into single rows
         and classes. On CUDA it may add o N D where N is at most V / 2, to scale the input.
         On CUDA under autocast it may add up to o N V, where N is below D. As with any
         workspace, it adds packed operands, the float32 sums and copies of further linear terms, and

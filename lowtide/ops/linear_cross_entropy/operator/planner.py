@@ -11,7 +11,7 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials import spec as expone
 from lowtide.ops.linear_cross_entropy.engines.logits import spec as logits
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import spec as soft_targets
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
-from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind
+from lowtide.ops.linear_cross_entropy.planning.call import CPU_UNITS, Call, CallKind
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.division import sizes
 from lowtide.ops.linear_cross_entropy.planning.division.step_time import (
@@ -84,7 +84,7 @@ def choose_engine(call: Call) -> Choice:
         if reason is None:
             break
         reasons[engine] = reason
-    chosen = Choice(engine, few_tokens(head), dense_workspace(call), reasons)
+    chosen = Choice(engine, few_tokens(head, engine), dense_workspace(call), reasons)
     slower = _slower_than_logits(call, chosen) if engine == "exponentials" else None
     if slower is None:
         return chosen
@@ -141,9 +141,14 @@ def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Optio
     )
 
 
-def few_tokens(head: Head) -> bool:
-    """Return True if a single GEMM over all tokens may form a weight gradient."""
-    return may_depend_on_tokens(head.tokens) and head.tokens * FEWEST_CLASSES_PER_TOKEN <= head.classes
+def few_tokens(head: Head, engine: str) -> bool:
+    """Return True if a single GEMM over all tokens may form a weight gradient.
+
+    In engines that use a CPU's units it may wherever one chunk has room for the tokens.
+    """
+    if not may_depend_on_tokens(head.tokens):
+        return False
+    return engine in CPU_UNITS or head.tokens * FEWEST_CLASSES_PER_TOKEN <= head.classes
 
 
 def readable(head: Head, options: Options, call_kind: CallKind) -> Head:

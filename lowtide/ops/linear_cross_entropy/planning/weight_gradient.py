@@ -75,8 +75,10 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
 def prefers_sum(counts: ByteCounts, room: int) -> bool:
     """Return True if chunks with a sum of 24 bits are preferred to one GEMM over all tokens.
 
-    Chunks and sum get `room` bytes.
+    Chunks and sum get `room` bytes. On a CPU any sum is preferred with many tokens.
     """
+    if counts.rounded_block:
+        return counts.N * FEWEST_CLASSES_PER_TOKEN > counts.V
     if not counts.pipelined_rows or counts.N <= MOST_TOKENS_OF_ONE_PRODUCT:
         return False
     rows = counts.most_rows(room - counts.packed_sum)

@@ -134,6 +134,7 @@ class CpuExponentialsEngine(LossEngine):
             else:
                 parts_KB = torch.stack(in_three_parts(weight_V[classes], weight_BD.dtype))
             gemm.multiply(sum_KD, parts_KB, weight_BD, add=True)
+            del parts_KB  # free them before the next ones are made
         total_weight_D, bias_V = sum_KD.sum(0), self.transform.bias_V
         if bias_V is None:
             return total_weight_D, None

@@ -228,12 +228,12 @@ def test_single_product_memory_matches_plan(device, ends_early):
 def test_few_tokens_not_decided_by_symbol():
     """A graph of any length is one, with a sum: how many tokens are few would cut it in two."""
     inputs = make_inputs(8, 24, 640, dtype=torch.bfloat16)
-    assert plan.few_tokens(Head((inputs.input,), (inputs.linear_weight,)))
+    assert plan.few_tokens(Head((inputs.input,), (inputs.linear_weight,)), "exponentials")
     seen = []
 
     def trace(hidden):
         traced = Head((hidden,), (inputs.linear_weight,))
-        seen.append((type(hidden.shape[0]), plan.few_tokens(traced)))
+        seen.append((type(hidden.shape[0]), plan.few_tokens(traced, "exponentials")))
         return hidden.sum()
 
     make_fx(trace, tracing_mode="symbolic")(inputs.input.detach())
