@@ -147,7 +147,12 @@ def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False, scale: floa
         return
     if a.dtype != out.dtype and not a.is_cuda:
         assert scale == 1, "on a CPU only sums in the operands' dtype are scaled"
-        gemm.product(out, a, b, add=add)
+        if out.numel() == 0:
+            return
+        if lies_by_rows(a):
+            gemm.multiply(out, a, b, add=add)
+        else:
+            gemm.multiply_transposed(out, a.t(), b, add=add)
         return
     cut = (M | N | K) % VECTOR_BYTES != 0 and a.is_cuda and M * N * K >= FEWEST_MULTIPLICATIONS
     if cut and (parts := whole_vectors(out, a, b)):

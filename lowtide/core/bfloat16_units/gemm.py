@@ -21,14 +21,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowtide.core.bfloat16_units.compiled_library import (
-    NoCompilerError,
-    NotLoadedError,
-    Source,
-    load_compiled,
-)
-from lowtide.core.strides import lies_by_rows
-
 SOURCE = Path(__file__).with_name("gemm.cpp")
 # There is no -march=native, because machines with other processors may share the directory of the
 # library. The linker gets no -fopenmp, so that the loader finds the OpenMP symbols in the library
@@ -123,22 +115,10 @@ def multiply_transposed(out_VD: Tensor, e_CV: Tensor, x_CD: Tensor, *, add: bool
     )
 
 
-def product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
-    """Write a b to out, or add it if `add`, whichever of the two above reads these layouts.
-
-    Each of a and b lies by rows or by columns, but not both of them by columns.
-    """
-    if out.numel() == 0:
-        return
-    if lies_by_rows(a):
-        multiply(out, a, b, add=add)
-    else:
-        multiply_transposed(out, a.t(), b, add=add)
-
-
 def _weight(weight_VD: Tensor) -> tuple["_Matrix", ctypes.c_bool]:
     """Return a weight that lies by rows or by columns, and True for columns."""
-    by_columns = not lies_by_rows(weight_VD)
+    outer, inner = weight_VD.stride()
+    by_columns = inner != 1 or outer < weight_VD.shape[1]
     stored = weight_VD.t() if by_columns else weight_VD
     rows, columns = stored.shape
     return _matrix(stored, rows, columns, torch.bfloat16), ctypes.c_bool(by_columns)
@@ -198,6 +178,13 @@ def _library() -> ctypes.CDLL | str:
 @functools.cache
 def _load_once() -> ctypes.CDLL | str:
     """Return the library, or why there is none; warn if the compiler or the loader failed."""
+    from lowtide.core.bfloat16_units.compiled_library import (  # needed once a process
+        NoCompilerError,
+        NotLoadedError,
+        Source,
+        load_compiled,
+    )
+
     if sys.platform != "linux" or platform.machine() != "x86_64" or not _has_units():
         return NO_UNITS
     try:

@@ -126,11 +126,12 @@ def forward_kl(
 
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for
-        half precision on the CPU). Their sums, the logits, the loss and the sum of the weight's
-        gradient are float32; float64 stays float64. The gradient of the logits is computed in
-        float32 and rounded once to the dtype of the operands. Each result is rounded once. The
-        student's input gradient for mean and sum is rounded twice if the upstream gradient is not a
-        power of two.
+        half precision on the CPU, but for heads of 2^16 bfloat16 weights where the CPU has units
+        for bfloat16 and there is a C++ compiler). Their sums, the logits, the loss and the sum of
+        the weight's gradient are float32; float64 stays float64. The gradient of the logits is
+        computed in float32 and rounded once to the dtype of the operands. Each result is rounded
+        once. The student's input gradient for mean and sum is rounded twice if the upstream
+        gradient is not a power of two.
         Student and teacher may differ in dtype, but if one of them is float64, both are. The loss
         is float32, or float64 for float64.
         If the student is close to its teacher, the loss has a smaller error than one computed from

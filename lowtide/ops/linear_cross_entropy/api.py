@@ -159,8 +159,7 @@ def linear_cross_entropy(
         probabilities, or the class weights beside them, are float64.
         On the CPU half-precision operands are converted to float32 for the products. The exception
         is a call with bfloat16 tensors and 2^16 weights or more, if the CPU has units for bfloat16
-        and there is a C++ compiler. The call must have no soft cap, label smoothing, probabilities
-        or learned scale.
+        and there is a C++ compiler.
 
     Memory:
         The call holds O(workspace), never N V: it works on a chunk of tokens at a time. For mean
@@ -170,8 +169,9 @@ def linear_cross_entropy(
         gradient's own memory (on Hopper in 24 or 20 bits, on the CPU in float32) where that is
         quicker, or where the workspace has no room for the whole sum. There is no sum if one chunk
         holds all tokens, at most V / 4, and a single product forms the gradient: on Hopper, or on a
-        CPU with units for bfloat16. If even a sum in part leaves room for too few rows, the
-        gradient is formed class block by class block, which takes one more product.
+        CPU with units for bfloat16, where tokens may also be more if no sum has room. If even a sum
+        in part leaves room for too few rows, the gradient is formed class block by class block,
+        which takes one more product.
         The workspace does not count the memory in which products pack their operands. Such memory
         is PyTorch's own, and, on a CPU with units for bfloat16, also lowtide's: up to 0.5 MiB and
         128 bytes a row of a chunk for each thread, and up to 1 MiB or 128 bytes a row that the

@@ -23,7 +23,7 @@ weight_gradient/    accumulators of the weight gradient, and the choice of one
 engine              the walk over chunks of rows and blocks of classes; distillation uses it too
 sharded_walk        the walk where the classes of a row are on several ranks
 loss_engine         the base of the engines: row statistics and gradients of a call's loss
-logits/             the engine that stores float32 logits: "logits_torch" and "logits_triton"
+logits/             the engine that stores float32 logits, in torch or Triton
 exponentials/       the engine that stores exponentials, never logits, on a Hopper GPU
 cpu_exponentials/   the same on a CPU
 soft_targets/       the engine for class probabilities on a Hopper GPU

@@ -5,6 +5,6 @@ Modules, in import order (a module imports only from those above it):
 spec            which calls the engine runs, and how many bytes it holds
 softmax_torch   row statistics and gradient of a tile of logits, in torch
 softmax_triton  the same as one Triton kernel
-engine          the engine: "logits_torch" and "logits_triton"
+engine          the engine: "logits_torch", "logits_triton", "cpu_logits"
 one_product     the loss of few tokens and its gradients, with dW by a single GEMM
 """
