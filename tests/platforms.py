@@ -59,6 +59,7 @@ ARCHITECTURES = (
     Architecture("gfx942", "MI300X, MI325X", 64 * KIB),
     Architecture("gfx950", "MI350X, MI355X", 160 * KIB),
 )
+OVER_PRODUCTS = "1.6 to 3.4 times the products"
 UNTRIED = "nobody has run it: lowtide doctor --selftest tells"
 SIMULATED = "checked on a simulated device, never on a real one"
 # Kernels of the loss that any card runs; the others are those of the engines for Hopper.
@@ -156,9 +157,11 @@ def platforms(rows: list[dict[str, object]]) -> Iterator[dict[str, str]]:
             else:
                 continue
             yield dict(zip(PLATFORMS, (each.cards, each.name, call, way, status, expected)))
-    bf16 = "loss in bfloat16"
+    bf16, other = "loss in bfloat16", "log-probabilities and other losses in bfloat16"
     for platform, call, way, status, expected in (
         ("CPU with avx512_bf16 or AMX", bf16, "loss: cpu_exponentials", "measured", "fast"),
+        ("CPU with avx512_bf16 or AMX", other, "loss: cpu_logits", "measured", OVER_PRODUCTS),
+        ("CPU with avx512_bf16 or AMX", "distillation in bfloat16", "torch", "measured", OVER_PRODUCTS),
         ("any CPU", losses, "loss: logits_torch", "measured", "products of torch's BLAS"),
         ("any CPU", "distillation", "torch", "tested", "products of torch's BLAS"),
         ("any CPU", "attention", "attention: sdpa or torch", "measured", "fast in float32"),

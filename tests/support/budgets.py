@@ -160,8 +160,10 @@ _multiplies_halves = ContextVar("_multiplies_halves", default=False)
 def half_products(used: bool = True) -> Iterator[None]:
     """Let eager torch round the logits' gradient on a CPU too, as the engine under test does."""
     token = _multiplies_halves.set(used)
-    yield
-    _multiplies_halves.reset(token)
+    try:
+        yield
+    finally:
+        _multiplies_halves.reset(token)
 
 
 class WideLinear(torch.autograd.Function):

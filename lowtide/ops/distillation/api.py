@@ -126,10 +126,10 @@ def forward_kl(
 
     Precision:
         Products take their operands in the input's dtype (autocast's under autocast; float32 for
-        half precision on the CPU, but for heads of 2^16 bfloat16 weights where the CPU has units
-        for bfloat16 and there is a C++ compiler). Their sums, the logits, the loss and the sum of
-        the weight's gradient are float32; float64 stays float64. The gradient of the logits is
-        computed in float32 and rounded once to the dtype of the operands. Each result is rounded
+        half precision on the CPU, but for heads of 2^16 bfloat16 weights or more where the CPU has
+        units for bfloat16 and there is a C++ compiler). Their sums, the logits, the loss and the
+        sum of the weight's gradient are float32; float64 stays float64. The gradient of the logits
+        is computed in float32 and rounded once to the dtype of the operands. Each result is rounded
         once. The student's input gradient for mean and sum is rounded twice if the upstream
         gradient is not a power of two.
         Student and teacher may differ in dtype, but if one of them is float64, both are. The loss
@@ -140,12 +140,13 @@ def forward_kl(
         and its sign, however close to 0 it is.
 
     Memory:
-        The call holds O(workspace): it works on a chunk of rows at a time. On CUDA, with a bfloat16
-        weight and at most V / 2 rows, a single product forms the weight's gradient if the workspace
-        has room for the bfloat16 gradient of all of the student's logits. By default this is so
-        only where the dense computation would hold as much. For mean and sum, forward forms the
-        gradients (four products) and holds them until backward. For none, backward computes the
-        logits again (six products). Without gradients only the loss is computed (two products).
+        The call holds O(workspace): it works on a chunk of rows at a time. On CUDA, and on a CPU
+        with units for bfloat16, with a bfloat16 weight and at most V / 2 rows, a single product
+        forms the weight's gradient if the workspace has room for the bfloat16 gradient of all of
+        the student's logits. By default this is so only where the dense computation would hold as
+        much. For mean and sum, forward forms the gradients (four products) and holds them until
+        backward. For none, backward computes the logits again (six products). Without gradients
+        only the loss is computed (two products).
         On CUDA, one Triton kernel computes the row statistics from both heads' logits, and another
         one computes the gradient. Without Triton, and for float64, plain torch computes both.
         With ``retain_graph=True``, and under torch.compile, the gradients exist twice in backward.

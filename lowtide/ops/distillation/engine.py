@@ -28,8 +28,7 @@ from lowtide.core.pending_gradient import (
     fp16_headroom_of_weight,
     fp16_scale,
 )
-from lowtide.core.strides import copies_rows
-from lowtide.ops.distillation.heads import Heads
+from lowtide.ops.distillation.heads import Heads, copies_input
 from lowtide.ops.distillation.part_stats import merge_sums
 from lowtide.ops.distillation.planner import ALIGNMENT, DistillationPlan
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
@@ -292,7 +291,7 @@ class _MaskedOperand(Operand):
     def __init__(
         self, input: Tensor, weight_VD: Tensor, dtype: torch.dtype, ignored_N1: Tensor | None
     ) -> None:
-        super().__init__(input, weight_VD, dtype, copies_rows(input, dtype), None)
+        super().__init__(input, weight_VD, dtype, copies_input(input, dtype), None)
         self.ignored_N1 = ignored_N1
 
     def rows(self, rows: slice) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.core.strides import copies_rows
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard, capped, compute_dtype
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.requirements import uses_units
@@ -149,3 +150,14 @@ def operand_dtype(input: Tensor, weight_VD: Tensor, shard: VocabShard) -> torch.
     if input.is_cuda or uses_units(dtype, weight_VD, shard):
         return dtype
     return torch.promote_types(dtype, torch.float32)
+
+
+def copies_input(input: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if a chunk of the input is copied, because of its dtype or its strides.
+
+    A CPU's units read rows whose features lie side by side.
+    """
+    if copies_rows(input, dtype):
+        return True
+    by_rows = input.stride(-1) == 1 and (input.dim() == 1 or input.stride(-2) >= input.shape[-1])
+    return dtype == torch.bfloat16 and not input.is_cuda and not by_rows

@@ -57,12 +57,10 @@ def gradients(
 def _flat(heads: Heads, options: DistillationOptions) -> Heads:
     """Return the heads with inputs [N, D], in the sum's dtype and with zeros in ignored rows.
 
-    On CUDA inputs and weights are first rounded to the input's dtype, or to autocast's.
+    Inputs and weights are first rounded to the dtype of the operands.
     """
 
     def side(input: Tensor, weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> Side:
-        if not input.is_cuda:  # there the operator multiplies operands of the sum's dtype
-            dtype = options.sum_dtype
         x_ND = input.to(dtype).to(options.sum_dtype).reshape(heads.rows, input.shape[-1])
         if heads.ignored is not None:
             x_ND = x_ND.masked_fill(heads.ignored.reshape(-1, 1), 0)

@@ -100,7 +100,8 @@ def _facts_of(heads: Heads, needs_grad: Sequence[bool], options: DistillationOpt
     for side in ("student", "teacher"):
         input = getattr(heads, f"{side}_input")
         facts[f"{side}_input's features"] = input.shape[-1]
-        facts[f"{side}_input's dtype"] = str(getattr(options, f"{side}_dtype"))
+        facts[f"{side}_input's dtype"] = str(input.dtype)
+        facts[f"the dtype of the {side}'s products"] = str(getattr(options, f"{side}_dtype"))
     return facts
 
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lowtide.core.errors import ArgumentError
 from lowtide.core.kernels.backend import PRODUCT_ROWS
 from lowtide.core.kernels.devices import counted_as
 from lowtide.core.matmul import copied_bytes
-from lowtide.core.strides import copies_rows, multiplies
-from lowtide.ops.distillation.heads import DistillationOptions, Heads
+from lowtide.core.strides import multiplies
+from lowtide.ops.distillation.heads import DistillationOptions, Heads, copies_input
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts, padded
 from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes, even_rows
@@ -76,6 +77,11 @@ class DistillationPlan(Tiling):
 
 
 def make_plan(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool]) -> DistillationPlan:
+    if torch.float16 in (options.student_dtype, options.teacher_dtype) and heads.device.type == "cpu":
+        raise ArgumentError(
+            "this call was compiled or exported for float16 products, which a CPU lacks; "
+            "compile or export it here"
+        )
     workspace, counts, backend, pass_logits = _memory(heads, options, needs_grad)
     tiling = choose_sizes(workspace, counts)
     if tiling.weight_gradient == "single_product":
@@ -112,7 +118,7 @@ def _memory(
     student_dtype, teacher_dtype = options.student_dtype, options.teacher_dtype
     features, gathered = 0, 0
     for input, dtype in ((heads.student_input, student_dtype), (heads.teacher_input, teacher_dtype)):
-        of_row, of_part = copied_bytes(input, dtype) if copies_rows(input, dtype) else (0, 0)
+        of_row, of_part = copied_bytes(input, dtype) if copies_input(input, dtype) else (0, 0)
         of_masked = input.shape[-1] * dtype.itemsize if heads.ignored is not None else 0
         features, gathered = features + of_row + of_masked, max(gathered, of_part)
     biases = sum(each is not None for each in (heads.student_bias, heads.teacher_bias))
@@ -146,19 +152,29 @@ def _memory(
     if options.group:
         both = (D, heads.teacher_input.shape[-1])
         counts = with_shard(counts, options.shard, sum_dtype, both, token_bytes=2 * counts.token_bytes)
-    elif _has_one_product(heads, student_dtype, counts):
+    elif options.dense is not None and _has_one_product(heads, student_dtype, counts):
         of_gradient = padded(V, ALIGNMENT) * student_dtype.itemsize
         of_inputs = features + D * (number + student_dtype.itemsize)
         counts = replace(counts, one_product_row=of_gradient + of_inputs)
-    workspace, pass_logits = granted_bytes(options.workspace, options.dense, counts), V
-    if tile_row and (spare := workspace - counts.smallest_workspace) > 0:
-        # A quarter of the spare workspace goes to a larger tile, the rest to rows.
+    tile_rows = 1
+    if tile_row:
         tile_bytes = TILE_BYTES["cpu" if heads.device.type == "cpu" else "cuda"]
-        tile_rows = min(tile_bytes // (V * number), N, 1 + spare // 4 // tile_row)
-        if tile_rows > 1:
-            counts = replace(counts, fixed=counts.fixed + (tile_rows - 1) * tile_row)
-            pass_logits = tile_rows * V
-    return workspace, counts, backend, pass_logits
+        tile_rows = max(1, min(tile_bytes // (V * number), N))
+    # One chunk of all rows is granted with a whole tile beside it.
+    granted = _with_tile(counts, tile_rows, tile_row) if counts.one_product_row else counts
+    workspace = granted_bytes(options.workspace, options.dense, granted)
+    if tile_rows > 1:
+        if counts.one_product_row and counts.one_chunk <= workspace:
+            spare = workspace - counts.one_chunk
+        else:  # a quarter of the spare workspace goes to a larger tile, the rest to rows
+            spare = max(0, workspace - counts.smallest_workspace) // 4
+        tile_rows = min(tile_rows, 1 + spare // tile_row)
+    return workspace, _with_tile(counts, tile_rows, tile_row), backend, tile_rows * V
+
+
+def _with_tile(counts: ByteCounts, rows: int, row: int) -> ByteCounts:
+    """Return the counts with a tile of so many rows in the pass in torch, each of `row` bytes."""
+    return replace(counts, fixed=counts.fixed + (rows - 1) * row)
 
 
 def _rows_in_gradient(heads: Heads) -> int:

@@ -221,7 +221,7 @@ class Options(NamedTuple):
     softcap: float = 0.0
     """The soft cap; 0 for none."""
     few_tokens: bool = False
-    """True if tokens are few in comparison with classes (planner.few_tokens).
+    """True if one chunk of all tokens may form dW by a single GEMM (planner.few_tokens).
 
     The operator's caller sets it: inside a graph the number of tokens may be symbolic, and no
     decision should depend on a symbol.

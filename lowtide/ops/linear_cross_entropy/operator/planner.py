@@ -51,7 +51,7 @@ SPECS = {
     "exponentials": exponentials.SPEC,
     "cpu_exponentials": cpu_exponentials.SPEC,
     "logits_triton": logits.TRITON,
-    "cpu_logits": logits.CPU_UNITS,
+    "cpu_logits": logits.CPU,
     "logits_torch": logits.TORCH,
 }
 

@@ -7,8 +7,8 @@ memory, with 24 bits and one byte per weight beyond it, or with 20 bits and half
 
 There is no accumulator where one chunk has room for all tokens, tokens are few beside the classes,
 and no term is spread over all classes: the exponentials engine then rounds in the epilogue of a
-single GEMM (accumulators.py). On the CPU the single GEMM is rounded block by block of classes
-(in_torch.py).
+single GEMM (accumulators.py). On a CPU with bfloat16 units the single GEMM is rounded block by
+block of classes (in_torch.py), and tokens that are not few take it where no sum has room.
 
 Where every kind of sum leaves too few rows, the weight gradient is formed by blocks of classes
 instead: as exact, at the price of one more GEMM.

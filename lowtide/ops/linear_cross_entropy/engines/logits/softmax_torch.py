@@ -83,7 +83,9 @@ def softmax_gradient_(
         if in_place and start == 0 and not reads_shift:
             rounded_in_place(grad_cb, dtype)
         elif rounds or reads_shift:
-            grad_CB[rows] = grad_cb  # in place, over rows before these
+            # In place, these rows end before the logits of the same rows begin: half as long, and
+            # at least `step` rows of logits have been read.
+            grad_CB[rows] = grad_cb
     if gradient_dtype is None:
         return None
     if not rounds:

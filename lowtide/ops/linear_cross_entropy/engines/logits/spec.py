@@ -112,6 +112,6 @@ def _runs_all(call: Call, backend: str) -> None:
     """Return None, because the engine can run every call."""
 
 
-CPU_UNITS = EngineSpec(_against_units, _memory_in_torch, _two_chunks_and_copy)
+CPU = EngineSpec(_against_units, _memory_in_torch, _two_chunks_and_copy)
 TORCH = EngineSpec(_runs_all, _memory_in_torch, _two_chunks_and_copy)
 TRITON = EngineSpec(triton_unsupported_reason, _memory_in_triton, _two_chunks)

@@ -21,7 +21,7 @@ LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
 # as long as with the whole default.
 ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 16 * MIB}, 32, 64, 128
 # Bytes per token, per feature and per class of the vectors that a call holds.
-BESIDE = {"cpu": 128, "cuda": 256}
+BESIDE = {"cpu": 128, "cuda": 256}  # decisions 0074 and 0090
 
 
 def workspace_bytes(workspace: int | None, device: str, beside: int = 0) -> int:
