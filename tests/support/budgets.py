@@ -7,15 +7,15 @@ absolute value.
 Shapes: N tokens, D features, V classes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tests.support.half_products import WideLinear, multiplies_halves
 
 HALVES = (torch.bfloat16, torch.float16)
 Result = dict[str, Tensor]
@@ -141,7 +141,7 @@ def dense_logits(
     inputs: Inputs, *, softcap: float | None = None, logit_scale: float | None = None
 ) -> Tensor:  # [N, V]
     dtype, x_ND = inputs.sum_dtype, inputs.x_ND
-    if inputs.input.dtype in HALVES and (inputs.input.is_cuda or _multiplies_halves.get()):
+    if inputs.input.dtype in HALVES and (inputs.input.is_cuda or multiplies_halves()):
         logits_NV = WideLinear.apply(x_ND, inputs.linear_weight, inputs.linear_bias)
     else:
         bias_V = None if inputs.linear_bias is None else inputs.linear_bias.to(dtype)
@@ -151,39 +151,6 @@ def dense_logits(
     elif logit_scale is not None:
         logits_NV = logit_scale * logits_NV
     return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)
-
-
-_multiplies_halves = ContextVar("_multiplies_halves", default=False)
-
-
-@contextmanager
-def half_products(used: bool = True) -> Iterator[None]:
-    """Let eager torch round the logits' gradient on a CPU too, as the engine under test does."""
-    token = _multiplies_halves.set(used)
-    try:
-        yield
-    finally:
-        _multiplies_halves.reset(token)
-
-
-class WideLinear(torch.autograd.Function):
-    """F.linear of half-precision operands, in float32; gradients are half-precision products."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_ND, weight_VD, bias_V)
-        if x_ND.is_cuda:
-            logits_NV = torch.mm(x_ND, weight_VD.t(), out_dtype=torch.float32)
-        else:
-            logits_NV = x_ND.float() @ weight_VD.float().t()
-        return logits_NV if bias_V is None else logits_NV + bias_V.float()
-
-    @staticmethod
-    def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x_ND, weight_VD, bias_V = ctx.saved_tensors
-        grad_NV = grad_NV.to(x_ND.dtype)
-        grad_bias_V = None if bias_V is None else grad_NV.sum(0)
-        return grad_NV @ weight_VD, grad_NV.t() @ x_ND, grad_bias_V
 
 
 def differentiate(

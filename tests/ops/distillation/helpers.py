@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.ops.distillation import forward_kl, jensen_shannon, reverse_kl
-from tests.support.budgets import WideLinear
+from tests.support.half_products import WideLinear
 from tests.support.loss import budget, norm, rows_for
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -105,7 +105,7 @@ def test_compiled_call_equals_eager(backend):
 
 @pytest.mark.parametrize(("N", "D", "V"), [(64, 256, 256), (64, 256, 1024), (16, 128, 512), (256, 512, 8192)])
 def test_small_calls_have_whole_tiles(N, D, V):
-    """By default a chunk of all rows is granted with a tile of the pass beside it."""
+    """The default workspace holds a chunk of all rows, and a tile of the pass beside it."""
     inputs = make_inputs(N, D, V, D, dtype=BF16, ignored=0)
     heads = Heads(*(getattr(inputs, name) for name in Heads._fields))
     options = DistillationOptions(0.0).of(heads, None).with_graph_facts(heads, [True, True, False])

@@ -14,7 +14,7 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
 )
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.remembered import forget
-from tests.support.budgets import half_products
+from tests.support.half_products import half_products
 from tests.support.loss import (
     check,
     check_log_probs,
@@ -129,7 +129,7 @@ def test_products_same_bits_any_threads():
 
 
 def test_gradient_of_bias_is_summed_before_it_is_rounded():
-    """By rows that are rounded it would err by some 2^-9."""
+    """A sum of rounded rows would err by some 2^-9."""
     N, V = 3000, 200
     z_NV, target_N = torch.randn(N, V), torch.randint(V, (N,))
     ones_N, stats = torch.ones(N), SoftmaxStats(*(torch.empty(N) for _ in range(3)))
@@ -159,4 +159,5 @@ def test_odd_shapes(name, shape):
     inputs = make_inputs(*shape, dtype=BF16, ignored=0.0, **made)
     assert planned(inputs, None, **options).engine == "cpu_logits"
     with half_products():
-        check(differentiate(fused, inputs, **options), inputs, factor=4.0, **options)
+        few = shape[0] * shape[1] < 100  # whose rounding may be luck
+        check(differentiate(fused, inputs, **options), inputs, factor=4.0 if few else 2.0, **options)
