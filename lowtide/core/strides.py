@@ -7,7 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from lowtide.core.checks import HALVES
+
+VECTOR = 8  # elements; 16 bytes in half precision
 
 
 def maps_input(input: Tensor, copies_rows: bool, at: Callable[[Tensor], int]) -> bool:
@@ -65,7 +70,29 @@ def copies_rows(input: Tensor, dtype: torch.dtype) -> bool:
 
 def _is_aligned(tensor: Tensor, at: Callable[[Tensor], int]) -> bool:
     """Return True if each row begins at a multiple of 8 elements, which is at least 16 bytes."""
-    return all(stride % 8 == 0 for stride in (*tensor.stride()[:-1], at(tensor)))
+    return all(stride % VECTOR == 0 for stride in (*tensor.stride()[:-1], at(tensor)))
+
+
+def needs_aligned_copy(operand: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if GEMMs on CUDA read an operand slowly in this half precision.
+
+    They do unless rows, or columns of a matrix that lies by columns, are whole vectors. An operand
+    of another dtype is cast, and the cast copy lies by rows.
+    """
+    if dtype not in HALVES or operand.shape[-1] % VECTOR:
+        return dtype in HALVES
+    begins = [stride for size, stride in zip(operand.shape, operand.stride()) if size > 1 and stride != 1]
+    return operand.dtype == dtype and any(each % VECTOR for each in (*begins, place(operand)))
+
+
+def aligned_copy(operand: Tensor) -> Tensor:
+    """Return a copy by rows, with zeros after features that are no multiple of 8.
+
+    Autograd follows the copy.
+    """
+    if operand.shape[-1] % VECTOR:
+        return F.pad(operand, (0, -operand.shape[-1] % VECTOR))
+    return operand.clone(memory_format=torch.contiguous_format)
 
 
 def flattens(tensor: Tensor, dims: int = -1) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.strides import copies_rows
+from lowtide.core.strides import aligned_copy, copies_rows, needs_aligned_copy
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard, capped, compute_dtype
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.requirements import uses_units
@@ -63,6 +63,17 @@ class Heads(NamedTuple):
     def teacher(self) -> Side:
         """Return the teacher's tensors, which are constants."""
         return self.teacher_input, self.teacher_weight, self.teacher_bias
+
+    def with_aligned_operands(self, options: "DistillationOptions") -> "Heads":
+        """Return the same heads with copies of the operands that GEMMs on CUDA read slowly."""
+        if self.device.type != "cuda":
+            return self
+        copies = {}
+        for side, dtype in (("student", options.student_dtype), ("teacher", options.teacher_dtype)):
+            for name in (f"{side}_input", f"{side}_weight"):
+                if needs_aligned_copy(operand := getattr(self, name), dtype):
+                    copies[name] = aligned_copy(operand)
+        return self._replace(**copies) if copies else self
 
     def detached_teacher(self) -> "Heads":
         """Return the same heads with a teacher that autograd does not follow."""

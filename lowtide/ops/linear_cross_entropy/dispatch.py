@@ -32,6 +32,7 @@ from lowtide.ops.linear_cross_entropy.operator import (
     fake,  # noqa: F401  registers itself
     higher_order,
 )
+from lowtide.ops.linear_cross_entropy.planning.operands import with_aligned_operands
 
 
 class LogProbs(NamedTuple):
@@ -72,6 +73,8 @@ def run(head: Head, labels: Labels, options: Options) -> Tensor:
         return reference.without_classes_or_positions(head, labels, options)
     if head.by_position and (way is not autograd or options.reduction == "none"):
         return higher_order.by_position(run, head, labels, options)
+    if way is autograd:
+        head = with_aligned_operands(head, options)
     loss: Tensor = way.linear_cross_entropy(head, labels, options)
     target, class_weight = labels.target, labels.class_weight
     if target.is_floating_point():  # a product with probabilities has the wider of the two dtypes
@@ -94,7 +97,10 @@ def log_probs(
     check_log_probs(inputs, linear_weights, target, linear_bias, arguments)
     head = Head(tuple(inputs), tuple(linear_weights), linear_bias, scale_of(arguments.logit_scale, input))
     options = Options.of(input, arguments)
-    found = way_of(head, Labels(target), options).linear_log_probs(head, target, options)
+    way = way_of(head, Labels(target), options)
+    if way is autograd:
+        head = with_aligned_operands(head, options)
+    found = way.linear_log_probs(head, target, options)
     return LogProbs(*(each.view(head.leading) for each in found))
 
 

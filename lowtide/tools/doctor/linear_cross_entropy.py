@@ -30,6 +30,7 @@ from lowtide.ops.linear_cross_entropy.operator.planner import (
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 from lowtide.ops.linear_cross_entropy.planning.call import CPU_UNITS, Call, CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import three_gemms_seconds
+from lowtide.ops.linear_cross_entropy.planning.operands import with_aligned_operands
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks.agreement import check_layout
 from lowtide.tools.doctor.collectives import Collective, collectives
@@ -162,7 +163,8 @@ class AskedLossCall:
             options = Options.of(input_ND, arguments)
             call_kind = CallKind(needs_grad, self.log_probs, self.probabilities, self.weight)
             scale = scale_of(self.logit_scale, input_ND)
-            return Call(Head((input_ND,), (weight_VD,), bias_V, scale), options, call_kind)
+            head = Head((input_ND,), (weight_VD,), bias_V, scale)
+            return Call(with_aligned_operands(head, options), options, call_kind)
 
     def _shard(self) -> VocabShard:
         return VocabShard(

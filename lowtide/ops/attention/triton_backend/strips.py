@@ -37,6 +37,9 @@ ROOM = 304 << 20
 # computation holds three such matrices in backward: the weights, their gradients and those of the
 # scores. That is ten times as much (decision 0050).
 SHARE = 3 / 10
+# With few queries, all scores take less memory than queries, keys and values. A strip may then hold
+# this share of these, since strips of few heads leave a part of the card idle (decision 0092).
+SHARE_OF_OPERANDS = 1 / 16
 # Strips are cut at multiples of this many keys. The keys of any tile divide it, so no tile lies in
 # two strips.
 KEYS = 128
@@ -123,7 +126,8 @@ def strips(
     share a bias that needs a gradient. Each strip then has all of them, if their pieces fit.
     """
     B, H, G, M, N, K, E = size
-    room = min(ROOM, int(SHARE * (4 if pieces else 2) * B * H * M * N))
+    numbers = max(SHARE * B * H * M * N, SHARE_OF_OPERANDS * B * (H * M + G * N) * (K + E))
+    room = min(ROOM, int(numbers * (4 if pieces else 2)))
     columns = cdiv(N, KEYS)
     # Bytes that KEYS keys of one batch and key head store.
     column = max(1, score_bytes) * size.R * up(M, QUERIES) * KEYS

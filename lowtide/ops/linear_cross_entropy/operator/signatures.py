@@ -20,6 +20,7 @@ from lowtide.ops.linear_cross_entropy.operator.planner import (
     with_copies,
 )
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
+from lowtide.ops.linear_cross_entropy.planning.operands import needs_aligned_copies
 from lowtide.ops.linear_cross_entropy.planning.remembered import keep, memory
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> "Reme
     labels = [each for each in (target, *tensors[5:]) if each is not None]
     if any(each.device != device for each in others) or any(each.requires_grad for each in labels):
         return None
-    if target.is_floating_point() or not head.classes:
+    if target.is_floating_point() or not head.classes or needs_aligned_copies(head, options):
         return None
     call_kind, options = kind_and_options(head, tensors.labels, options, log_probs=log_probs)
     if backend_of(options.engine) != "triton":

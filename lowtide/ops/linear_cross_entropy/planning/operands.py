@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.core.strides import address, copies_rows, lies_by_rows, maps_input, maps_weight, multiplies
+from lowtide.core.strides import (
+    address,
+    aligned_copy,
+    copies_rows,
+    lies_by_rows,
+    maps_input,
+    maps_weight,
+    multiplies,
+    needs_aligned_copy,
+)
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.planning.call import CPU_UNITS, Call, backend_of
 
@@ -27,6 +36,28 @@ class OperandAccess(NamedTuple):
     For a sharded head they cannot: its rows of dX are computed before dW, and are summed over the
     ranks while dW is computed.
     """
+
+
+def with_aligned_operands(head: Head, options: Options) -> Head:
+    """Return the head with copies of the operands that GEMMs on CUDA read slowly.
+
+    With such an operand a GEMM of cuBLAS takes 4 to 8 times as long, and tensor maps cannot read it
+    (decision 0091).
+    """
+    if not needs_aligned_copies(head, options):
+        return head
+    operands = [
+        aligned_copy(each) if needs_aligned_copy(each, options.compute_dtype) else each
+        for each in (*head.inputs, *head.weights)
+    ]
+    return head.of([*operands, head.bias, head.scale])
+
+
+def needs_aligned_copies(head: Head, options: Options) -> bool:
+    """Return True if `with_aligned_operands` copies an operand."""
+    if head.device.type != "cuda" and options.backend != "triton":
+        return False
+    return any(needs_aligned_copy(each, options.compute_dtype) for each in (*head.inputs, *head.weights))
 
 
 def operand_access(call: Call) -> OperandAccess:

@@ -7,7 +7,6 @@ rows or classes at a time, or for no single GEMM of few tokens.
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes, may_skip
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
-from lowtide.ops.linear_cross_entropy.planning.weight_gradient import FEWEST_CLASSES_PER_TOKEN
 
 MIB = 1 << 20
 DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
@@ -19,7 +18,7 @@ LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
 # take few rows (less than ROWS or N / CHUNKS, whichever is more) or fewer than CLASSES classes at a
 # time. Such a plan was 10 to 100 times slower on the CPU. With ROOM a call takes at most 1.5 times
 # as long as with the whole default.
-ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 16 * MIB}, 32, 64, 128
+ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 64 * MIB}, 32, 64, 128
 # Bytes per token, per feature and per class of the vectors that a call holds.
 BESIDE = {"cpu": 128, "cuda": 256}  # decisions 0074 and 0090
 
@@ -48,14 +47,13 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     if workspace is not None or dense is None or dense >= most:
         return most
     on_cuda = counts.device == "cuda"
-    few = on_cuda and not counts.weight_sum and counts.N * FEWEST_CLASSES_PER_TOKEN <= counts.V
-    if counts.one_product_row or few:
+    if counts.one_product_row or on_cuda:
         numbers = BESIDE[counts.device] * (counts.N + counts.D + counts.V)
         most_held = dense + ROOM[counts.device] + numbers + rows * on_cuda
-        one_chunk = [counts.with_smaller_products(0).one_chunk]
+        one_chunk = [counts.with_smaller_products(0).one_chunk + _sum_beside(counts)]
         if may_skip(counts):
             # Parts of dX's tiles may take more than a small product.
-            one_chunk.append(counts.of_skipping().one_chunk)
+            one_chunk.append(counts.of_skipping().one_chunk + _sum_beside(counts))
         dense = max([dense, *(each for each in one_chunk if each <= most_held)])
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
@@ -65,6 +63,11 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     if _has_large_pieces(tiling, counts) and not one_more:
         return limited
     return min(most, max(limited, smallest + ROOM[counts.device]))
+
+
+def _sum_beside(counts: ByteCounts) -> int:
+    """Return the bytes of the smallest sum of dW beside one chunk; 0 for a single GEMM."""
+    return 0 if counts.one_product_row else counts.packed_bytes(20) or counts.weight_sum
 
 
 def _has_large_pieces(tiling: Tiling, counts: ByteCounts) -> bool:
