@@ -95,8 +95,8 @@ def find_sharded(parameter: Any) -> Sharded | None:
 def expect_gradients(parameters: Iterable[Any], result: Any) -> None:
     """Let the backward of a result, computed outside of a unit's hooks, gather and reduce the unit.
 
-    This concerns a unit that is gathered although its forward does not run: a root unit stays so,
-    and one that is not resharded after forward. Without this a gradient is lost in two cases: no
+    This concerns a unit that is gathered although its forward does not run: a root unit, or one that
+    is not resharded after forward, stays gathered. Without this a gradient is lost in two cases: no
     other result of the unit takes part in that backward, or one took part in an earlier backward.
     The inputs get no hook: if the unit itself computed them, their hooks would reduce and free it
     halfway.
@@ -122,11 +122,11 @@ def _find_gathered(parameter: Any) -> tuple[Any, Any]:
 
 
 def _end_forward(state: Any, record: Any) -> bool:
-    """Count the use of a parameter as the forward of its module; return True if the unit's ends.
+    """Count the use of a parameter as the forward of its module; return True if that one ends.
 
     In torch 2.11 the forward of a unit of several modules ends after the last of them. Without
     this a unit of the last norm and the head would wait for the head beyond the step: its
-    parameters would stay as they are, and its hooks would see nothing. Since torch 2.13 the root's
+    parameters would keep their old values, and its hooks would not run. Since torch 2.13 the root's
     forward ends it.
     """
     if hasattr(state, "_force_complete_incomplete_states"):
@@ -187,7 +187,7 @@ def gathers_head(function: Function) -> Function:
 
 
 def reshaped(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a parameter with its first dimension in this shape, which still counts as one."""
+    """Return a parameter with its first dimension unflattened; it still counts as a parameter."""
     found: Tensor = parameter.unflatten(0, shape)
     if is_dtensor(parameter) and is_parameter(parameter) and not torch.compiler.is_compiling():
         setattr(found, RESHAPED, True)

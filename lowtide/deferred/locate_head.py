@@ -99,8 +99,8 @@ def check_head(head: Any) -> None:
 def _unwrapped(model: nn.Module) -> nn.Module:
     if isinstance(model, DataParallel) and len(model.device_ids) > 1:
         raise ArgumentError(
-            "DataParallel copies the logits of each device to the first, and these would be none; use "
-            "DistributedDataParallel, one process a device (torchrun)"
+            "DataParallel copies the logits of each device to the first, and deferred logits cannot be "
+            "copied; use DistributedDataParallel, one process a device (torchrun)"
         )
     while isinstance(model, (DataParallel, DistributedDataParallel)) or hasattr(model, "_orig_mod"):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Make a call of attention of a row of the table.
+"""Make the attention call of one row of tests/golden/calls.py.
 
 Shapes: B batches, M queries, N keys, H query heads, G key heads, K features of queries and keys, E
 of values.
@@ -30,7 +30,7 @@ def attention(
     logsumexp: bool = False,
     **options: Any,
 ) -> Make:
-    """bias: the shape of one that is trained; visible: that of a bool mask."""
+    """Return a maker of a call; bias is the shape of a trained bias, visible of a bool mask."""
     N, G, E = N or M, G or H, E or K
     function_of = (
         lowtide.memory_efficient_attention_with_lse if logsumexp else lowtide.memory_efficient_attention
@@ -65,7 +65,7 @@ def torchs_attention(
     visible: tuple[int, ...] | None = None,
     **options: Any,
 ) -> Make:
-    """scaled_dot_product_attention; attn_mask: shape of a trained one; visible: of a bool one."""
+    """Return a maker of a call of torch's own; the shapes are of a trained and of a bool mask."""
     N, G = N or M, G or H
 
     def make(given: Given) -> Function:

@@ -1,4 +1,4 @@
-"""Products of half-precision operands, as eager torch differentiates them on a card.
+"""Compute products of half-precision operands, as eager torch differentiates them on a card.
 
 Shapes: N tokens, D features, V classes.
 """

@@ -15,7 +15,7 @@ from lowtide.tools.bench.attention import real_table
 from lowtide.tools.bench.heads import table as heads
 from lowtide.tools.tables import new_table
 
-RATIOS = {  # The columns that tell a file from others.
+RATIOS = {  # The columns that a file must have; the first tells it from others.
     "heads": (("head", *heads.FLOORS), heads.draw),
     "attention": (("best_of_torch", *real_table.RATIOS), real_table.draw),
 }

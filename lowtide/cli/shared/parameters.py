@@ -24,7 +24,7 @@ UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
 UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 MOST_BYTES = 2**63 - 1
 
-# A product of three sizes fits in 64 bits.
+# Three sizes of MOST multiply to 2^60, which fits in 64 bits.
 MOST = 2**20
 MOST_TOKENS = 2**24
 
@@ -104,7 +104,7 @@ def output_directory(words: str) -> Path:
 
 
 def check_output(*paths: Path) -> None:
-    if not is_first():  # It writes nothing, and trying at once with others could fail.
+    if not is_first():  # Other ranks write nothing, and trying at once with the first could fail.
         return
     for path in paths:
         try:

@@ -1,8 +1,8 @@
 """Multiply bfloat16 operands with float32 accumulators on a CPU with bfloat16 units.
 
 The kernels are in gemm.cpp. It is compiled at the first call on a machine, which takes a second or
-two. `available()` returns False without a message if the processor has no bfloat16 units, if torch
-lacks the functions that gemm.cpp calls, or if there is no compiler. It warns once if the compiler
+two. `available()` returns False without a message if the processor has no bfloat16 units, if oneDNN
+is off, if torch lacks the functions that gemm.cpp calls, or if there is no compiler. It warns once if the compiler
 fails, or if no directory for the library is safe from other users.
 
 Shapes: C rows, D features, V classes. Each row is contiguous; there may be gaps between rows. In a
@@ -62,8 +62,8 @@ def exponentials(
 ) -> tuple[Tensor, Tensor]:
     """Write exp(z - reference) to out_CV, if given, with 0 at each row's target.
 
-    z = scale x w + bias, or with a soft cap that is not 0, softcap tanh(z / softcap); then what is
-    written is multiplied by the derivative of this function.
+    With u = scale x w + bias, z is u, or softcap tanh(u / softcap) if softcap is not 0. With a soft
+    cap, what is written is multiplied by dz/du.
 
     A target of -1 means that the row's target is not among these classes. Return the sum of each
     row's exponentials, taken before they are rounded, and each row's largest logit other than the

@@ -26,7 +26,7 @@ KNOWN = ((3, 6), (3, 9))  # first and last Triton release with the functions tha
 # takes the host longer than that of a Triton kernel, and with many short GEMMs the GPU would wait.
 FEWEST = 1 << 35  # decision 0080
 
-# Most rows of one GEMM that forms dX, but for few features in the exponentials engine. cuBLAS
+# The most rows of one GEMM that forms dX, but for few features in the exponentials engine. cuBLAS
 # divides taller GEMMs less well: 5120 rows of 4096 features, accumulated over 128k classes, make a
 # step 2 % slower as one GEMM (decision 0032).
 PRODUCT_ROWS = 2048

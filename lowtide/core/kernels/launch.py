@@ -19,7 +19,7 @@ from lowtide.core.compile_ahead.launches import Launch, launch
 from lowtide.core.compile_ahead.notes import in_rehearsal, note
 from lowtide.core.compile_ahead.placeholders import ALIGNMENT
 
-# Most launches that a kernel remembers. At this number it forgets all of them, and begins again.
+# The most launches that a kernel remembers. At this number it forgets all of them, and begins again.
 MOST_LAUNCHES = 512
 INTEGERS = frozenset({int})
 
@@ -100,12 +100,15 @@ def constants_in_order(kernel: JITFunction, arguments: int, constants: dict[str,
 
 
 def describe(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
-    """Return what a compiled kernel depends on, and the values to pass; None if unknown.
+    """Return what a compiled kernel depends on, and the values to pass.
 
-    Triton compiles a kernel for the dtype of each pointer, for pointers that are multiples of 16 or
-    not (here all are), for integers that are 1, multiples of 16, or need 64 bits (here each value
-    counts, in tuples too), and for the dtype and the box of a tensor descriptor, and in Gluon for
-    its layout.
+    Return None for a type that is not known here, or a pointer that is no multiple of 16. Triton
+    compiles a kernel for
+
+    * the dtype of each pointer, and whether it is a multiple of 16 (here all are);
+    * whether an integer is 1, is a multiple of 16 or needs 64 bits (here each value counts, in
+      tuples too);
+    * the dtype and the box of a tensor descriptor, in Gluon its layout too.
     """
     key: list[Any] = []
     values: list[Any] = []

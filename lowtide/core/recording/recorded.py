@@ -44,7 +44,7 @@ from lowtide.core.recording.steps import (
     memories_of,
 )
 
-# Most recordings of a function. At this number it drops all of them, and begins again.
+# The most recordings of a function. At this number it drops all of them, and begins again.
 MOST = 64
 # Which call of a likeness is recorded. A recording takes the host as long as dozens of calls save
 # (decision 0070). So sizes that come a few times, as with sequences of any length, would never pay

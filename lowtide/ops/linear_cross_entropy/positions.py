@@ -40,7 +40,7 @@ def call_of(
     linear_bias: Tensor | None,  # [V, d1, ..., dK]
     **given: Any,
 ) -> tuple[Head, Labels, Options]:
-    """Return the arguments of `dispatch.run`; its result for "none" is [N, P], or [N] if P = 1.
+    """Return the arguments of `dispatch.run`, whose result for "none" is [N, P], or [N] if P is 1.
 
     `given` are fields of `Arguments`.
     """

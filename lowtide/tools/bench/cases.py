@@ -87,7 +87,7 @@ class LossCase:
         """Return hidden states, head and targets, equal in every run; logits have unit variance.
 
         They are those of all classes and all tokens, also where these are divided. Each rank's
-        tokens have as many targets that count.
+        tokens have the same number of targets that count.
         """
         on = {"device": self.device, "generator": torch.Generator(self.device).manual_seed(self.seed)}
         N = self.tokens * self.ranks if self.tokens_divided else self.tokens

@@ -33,7 +33,7 @@ class Format(NamedTuple):
     record: Callable[[Any], dict[str, object]]
     render: Callable[[Any], Group]
     width: int = 120
-    """Columns of a file that is printed to, which has no width."""
+    """Columns of the output if it goes to a file, since a file has no width."""
     draw: Callable[[Sequence[Mapping[str, str]], Path], None] | None = None
     """Draw the records of a CSV to a file."""
 

@@ -66,7 +66,7 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise each block as the identity; each product keeps the size of its input.
+        """Initialise each block as the identity; its first products keep the size of their input.
 
         Adam's steps have the same size for all weights. With much smaller weights, a rounding error
         would soon lead to another loss curve.

@@ -61,7 +61,7 @@ def collectives(
     again = plan.needs_grad.some and (options.reduction == "none" or kind.log_probs)
     calls = 1 + again
     agreements = calls * (2 if own and tokens % ranks else 1)
-    # Each row has statistics and an upstream gradient; for log-probabilities, log_prob's alone.
+    # Each row has statistics and one upstream gradient; with log-probabilities, that of log_prob.
     excluding = options.engine in EXCLUDING
     vectors = calls * row_factors + (3 + kind.log_probs + excluding) * again
     totals = smoothing and (weights or not excluding)

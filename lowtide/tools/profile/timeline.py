@@ -7,7 +7,7 @@ from typing import Any
 from lowtide.tools import figures
 from lowtide.tools.units import unit_of
 
-FINENESS = 1000  # A change of less than this part of the peak is not drawn.
+FINENESS = 1000  # A change of less than the peak / FINENESS is not drawn.
 
 
 @dataclass(frozen=True)

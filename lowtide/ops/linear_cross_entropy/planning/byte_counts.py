@@ -144,7 +144,7 @@ class ByteCounts:
     block_row: int
     """Other bytes per token of a class block."""
     product_rows: int
-    """Most rows of one dX GEMM (tokens, not bytes)."""
+    """The most rows of one dX GEMM (tokens, not bytes)."""
     forms_dw: bool = True
     """True if the call forms the gradient [V, D] of the first weight."""
     further_terms: int = 0
@@ -173,7 +173,7 @@ class ByteCounts:
     """
     parts_row: int = 0
     longest: int = 0
-    """Most tokens of a chunk; 0 for no limit."""
+    """The most tokens of a chunk; 0 for no limit."""
     pipelined_rows: int = 0
     """Rows of a chunk from which the Gluon pipeline forms a 24-bit sum; 0 if it does not.
 

@@ -17,7 +17,7 @@ from lowtide.ops.linear_cross_entropy.planning.operands import TILED
 
 Decision = TypeVar("Decision")
 
-# Most calls that one memory holds, at about 2 KiB each. A full memory is cleared.
+# The most calls that one memory holds, at about 2 KiB each. A full memory is cleared.
 MOST_CALLS = 512
 
 _memories: list[dict[Hashable, Any]] = []

@@ -23,7 +23,7 @@ class Tiling:
     operand_classes: int
     """Classes whose weight rows are copied at a time; V if no copy is needed."""
     product_rows: int
-    """Most rows of one dX GEMM in the exponentials engine."""
+    """The most rows of one dX GEMM in the exponentials engine."""
     weight_gradient: WeightGradient
     """Names the way to form the first term's weight gradient; those of others are accumulated."""
     sum_bits: int

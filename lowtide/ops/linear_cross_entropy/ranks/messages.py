@@ -70,7 +70,7 @@ def _tell(name: str, error: Exception) -> None:
 
 
 def exchange(group: Group, message: dict[str, Any], terms: str = "") -> list[dict[str, Any]]:
-    """Return the messages of all ranks; raise if only others sent an error.
+    """Return the messages of all ranks; raise if another rank sent an error and this one did not.
 
     `terms`, a line of text, reaches the others as it is, as an entry of the message.
     """
@@ -92,7 +92,7 @@ def exchange(group: Group, message: dict[str, Any], terms: str = "") -> list[dic
 
 def _encoded(message: dict[str, Any], terms: str) -> Tensor:
     text = f"{json.dumps(message)}\n{terms}".encode().ljust(MESSAGE_BYTES, b"\0")
-    assert len(text) == MESSAGE_BYTES, "the message has no room for what a call is told by"
+    assert len(text) == MESSAGE_BYTES, "the message is longer than MESSAGE_BYTES"
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

@@ -6,7 +6,7 @@ paper, that has the numbers. `checked` names where they were read when this tabl
 
 * transformers: the defaults of the config class in transformers 5.23, which are this model's;
 * code: the code or config of the repository that `source` names;
-* nothing: the numbers follow the authors' description of the model, and were not checked.
+* an empty string: the numbers follow the authors' description of the model, and were not checked.
 
 Operations of a model before and after attention are left out, since no implementation of attention
 computes them. SwinV2 normalises queries and keys and scales the query before, and AlphaFold applies

@@ -1,7 +1,7 @@
 """Measure the shapes of public models, show the rows as one table and a CSV, and draw its records.
 
-Ratios are of times to those of the quickest of torch's own kernels on the case, forward and
-backward together.
+Ratios of times and of peak memory are to those of the quickest of torch's own kernels on the case,
+forward and backward together.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

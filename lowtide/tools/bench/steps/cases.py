@@ -70,7 +70,7 @@ STEP_CASES = (
 def under_fsdp(case: StepCase) -> StepCase:
     """Return the case on the ranks of the default process group, with a head of its own.
 
-    `lowtide.shard_head` refuses one that is tied with the embedding, so no provider's is.
+    `lowtide.shard_head` refuses a head tied to the embedding, so no provider ties it.
     """
     tied = case.fields.get("tie_word_embeddings", True)
     return replace(

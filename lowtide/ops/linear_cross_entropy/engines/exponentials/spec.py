@@ -31,7 +31,7 @@ from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.requirements import tiles_unsupported_reason
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
-# Most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D 1 to
+# The most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D 1 to
 # 3 %.
 MOST_BYTES = 2 << 30  # decision 0044
 # Beyond it float32 logits have no digits after the point, and an exponential that is not formed of

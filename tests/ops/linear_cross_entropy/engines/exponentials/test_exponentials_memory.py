@@ -1,8 +1,8 @@
-"""What a chunk of the path without a pass holds, and what lies where something else will be: rows
-scaled for dW's product in the memory of their rows of dX.
+"""A chunk of the exponentials engine holds what is counted, and overwrites nothing too early: rows
+scaled for dW's product lie in the memory of their rows of dX.
 
-How the path runs on the CPU is in test_exponentials.py. There the products take float32, for which
-the rows of a bfloat16 gradient have no room: inputs are float32, under autocast.
+test_exponentials.py says how the engine runs on the CPU. Products take float32 there, for which
+the rows of a bfloat16 gradient have no room. So inputs are float32, under autocast.
 
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
@@ -63,7 +63,7 @@ def plans(monkeypatch, kind):
     ids=str,
 )
 def test_no_overwrite_of_needed_values(device, plans, kind, options, reduction, widths, frozen):
-    """In chunks, the last of which is smaller, and pieces of these; or at once in pieces only."""
+    """Run several chunks in pieces, the last chunk smaller; or one chunk in pieces."""
     N = 75 if device == "cpu" or kind == "single_product" else 1100
     N = 150 if device == "cpu" and kind == "packed" else N
     rounded = make_inputs(N, 24, 203, device=device, dtype=torch.bfloat16, class_weight=bool(options))
@@ -170,7 +170,7 @@ def test_memory_matches_plan(
         monkeypatch.setattr(sizes, "MOST_OF_SKIPPING", math.inf)
         monkeypatch.setattr(cost_model, "FEWEST_CLASSES_OF_PART", 128)
     remembered.forget()
-    # On a card it has no temporary where it rounds.
+    # On a card a product has no temporary where it rounds.
     for module in (accumulators, in_torch):
         monkeypatch.setattr(module, "product", lambda *arguments, **options: None)
     inputs = make_inputs(N, D, V, dtype=torch.bfloat16, **extras)
@@ -216,7 +216,7 @@ def test_memory_matches_plan(
 
 @pytest.mark.parametrize("kind", ["accumulate"])
 def test_memory_matches_plan_no_grad(device, silent, plans, kind):  # noqa: F811
-    """Of a chunk nothing is left when the next is made, copies of its rows either."""
+    """Of a chunk nothing is left when the next is made, nor copies of its rows."""
     if device == "cuda":
         pytest.skip("test_exponentials_modes.py has the card's own sizes")
     N, D, V = 1200, 512, 1504

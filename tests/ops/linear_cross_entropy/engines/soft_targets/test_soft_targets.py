@@ -1,4 +1,4 @@
-"""The path of class probabilities that keeps distances from the largest logits in 16 bits.
+"""The engine of class probabilities keeps distances from the largest logits in 16 bits.
 
 On a card as it is; on the CPU through the interpreter, on float32 operands, in small tiles.
 """
@@ -53,7 +53,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture(autouse=True)
 def chunks(everywhere, monkeypatch):  # noqa: F811
-    """How many terms each chunk that went this way had."""
+    """The number of terms of each chunk that this engine ran."""
     found, gradient = [], engine.SoftTargetsEngine.chunk_gradient_
 
     def counted(self, z_CV, chunks, *arguments):
@@ -113,7 +113,7 @@ def test_class_blocks(device, kind):
 
 @pytest.mark.parametrize("kind", all_extended_but(["probabilities"], KINDS))
 def test_weight_gradient_in_24_bits(device, chunks, kind):
-    """Of a bfloat16 weight, which leaves room for more rows at a time; the last product rounds."""
+    """A bfloat16 weight leaves room for more rows at a time; the last product rounds."""
     inputs, options = of_kind(kind, device, N=1100 if device == "cuda" else 150, dtype=torch.bfloat16)
     inputs = replace(inputs, target=inputs.target.to(dtype_on(device)))
     small = {name: value for name, value in options.items() if name != "logit_scale"}
