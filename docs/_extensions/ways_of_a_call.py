@@ -96,7 +96,8 @@ def _call(
     options = Options(compute_dtype=products or dtype, softcap=softcap, label_smoothing=label_smoothing)
     wanted = (True,) * len(widths)
     call_kind = CallKind(NeedsGrad(wanted, wanted, bias, learned_scale), log_probs, soft, class_weights)
-    return Call(Head(inputs, weights, bias_V), options, call_kind)
+    head = with_aligned_operands(Head(inputs, weights, bias_V), options)
+    return Call(head, options, call_kind)
 
 
 def loss_table() -> str:

@@ -95,9 +95,10 @@ def find_sharded(parameter: Any) -> Sharded | None:
 def expect_gradients(parameters: Iterable[Any], result: Any) -> None:
     """Let the backward of a result, computed outside of a unit's hooks, gather and reduce the unit.
 
-    This concerns a unit that is gathered although its forward does not run: a root unit, or one that
-    is not resharded after forward, stays gathered. Without this a gradient is lost in two cases: no
-    other result of the unit takes part in that backward, or one took part in an earlier backward.
+    This concerns a unit that is gathered although its forward does not run: a root unit, or one
+    that is not resharded after forward, stays gathered. Without this a gradient is lost in two
+    cases: no other result of the unit takes part in that backward, or one took part in an earlier
+    backward.
     The inputs get no hook: if the unit itself computed them, their hooks would reduce and free it
     halfway.
     """

@@ -1,6 +1,7 @@
 """Define `defer_logits`, whose docstring is the contract, and its handle `Deferral`."""
 
 import copyreg
+import inspect
 from types import MethodType
 from typing import Any
 
@@ -80,14 +81,17 @@ class Deferral:
 
 
 def _deferring(plain: type, deferral: Deferral) -> type:
+    _, *names = [*inspect.signature(plain.forward).parameters] or ["self"]  # type: ignore[attr-defined]
+    first = names[0] if names else "input"
+
     def eager(self: Any, *args: Any, **kwargs: Any) -> Any:
         if deferral._parallel is not None:
             return deferral._parallel(*args, **kwargs)
         return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and "input" in kwargs:
-            args = (kwargs.pop("input"),)
+        if not args and first in kwargs:
+            args = (kwargs.pop(first),)
         # A hook may still call this after undo().
         floating = len(args) > 0 and isinstance(args[0], Tensor) and args[0].is_floating_point()
         if deferral._class is None or not self.training or not floating:

@@ -24,7 +24,8 @@ def apply(name: str, *operands: Any) -> Any:
     dtype = _dtype(name, operands, device="cpu" if autocast is None else None)
     # Do not call the function on meta tensors: that imports Dynamo (2 s). Strides stay the same.
     meta = input.meta if name == "detach" else torch.empty_like(input.meta, dtype=dtype)
-    return input.like(expression.Apply(name, tuple(recorded), autocast, dtype), meta)
+    node = expression.Apply(name, tuple(recorded), autocast, dtype)
+    return input.like(node, meta, copied=name != "detach")
 
 
 def _operand(operand: Any, input: DeferredLogits) -> Any:
@@ -120,7 +121,9 @@ def to(input: Any, *args: Any, **kwargs: Any) -> Any:
             device = input.device if isinstance(each, bool) or each is None else None
         if device != input.device:
             return NotImplemented
-    return cast(input, dtype)
+    flags = [each for each in args if isinstance(each, bool)]  # non_blocking, copy
+    copies = kwargs.get("copy", len(flags) > 1 and flags[1])
+    return apply("clone", input) if copies and dtype == input.dtype else cast(input, dtype)
 
 
 @handles("type")
@@ -151,7 +154,7 @@ def softmax(
         one = expression.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
     node = expression.Apply(name, (input.checked(), -1), autocast, one.dtype)
     # torch's result is contiguous, whatever its input is.
-    return input.like(node, torch.empty(input.shape, dtype=one.dtype, device="meta"))
+    return input.like(node, torch.empty(input.shape, dtype=one.dtype, device="meta"), copied=True)
 
 
 def is_class_dim(input: DeferredLogits, dim: Any) -> bool:

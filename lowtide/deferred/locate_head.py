@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.deferred.recorded.sharded import transformers_forward
@@ -54,8 +55,12 @@ def check_model(model: object, head: object) -> None:
 
 
 def classes(head: nn.Module) -> int:
-    """Return the number of outputs of the head's product."""
-    weight = getattr(head, "weight", None)
+    """Return the number of outputs of the head's product, without computing its weight."""
+    if is_parametrized(head, "weight"):
+        inner = head.parametrizations["weight"]  # type: ignore[index]
+        weight = inner.original if hasattr(inner, "original") else inner.original1
+    else:
+        weight = getattr(head, "weight", None)
     if weight is not None and weight.dim() == 2:
         return weight.shape[0]
     found = [each.out_features for each in head.modules() if isinstance(each, nn.Linear)]

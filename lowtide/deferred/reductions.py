@@ -27,10 +27,9 @@ from lowtide.deferred.recorded.reporting import FUSED_LOSS
 from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy.data_sharded import mean_of_losses
 from lowtide.ops.linear_cross_entropy.definition.head import normalized
+from lowtide.ops.linear_cross_entropy.definition.validation import NO_CLASS
 from lowtide.ops.linear_cross_entropy.ranks import messages
 from lowtide.ops.linear_cross_entropy.token_count import tokens_per_rank
-
-NO_CLASS = -(1 << 63)  # No class has this index.
 
 
 @handles("cross_entropy", "nll_loss", pass_name=True)
@@ -143,13 +142,16 @@ def _matched(node: Node) -> tuple[Node, LinearHead | None]:
 
 
 def _below_log_softmax(node: Node) -> Node | None:
-    """Return the operand of a log-softmax, even if its result was cast; None for any other node."""
+    """Return the operand of a log-softmax, even if the result was cast or detached; else None."""
     if isinstance(node, Linear):
         return None
+    operand: Node = node.operands[0]  # type: ignore[assignment]
     if node.name == "log_softmax":
-        return node.operands[0]  # type: ignore[return-value]
-    cast = node.name == "to" and node.dtype != torch.float64
-    return _below_log_softmax(node.operands[0]) if cast else None  # type: ignore[arg-type]
+        return operand
+    if node.name == "to" and node.dtype != torch.float64:
+        return _below_log_softmax(operand)
+    below = _below_log_softmax(operand) if node.name == "detach" else None
+    return None if below is None else Apply("detach", (below,), None, below.dtype)
 
 
 @handles("grad", anywhere=True)

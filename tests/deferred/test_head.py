@@ -259,3 +259,47 @@ def test_head_with_python_operators():
     expected, found, deferral = plain_and_deferred(model, use)
     assert (deferral.fused, deferral.materialized) == (1, {})
     close(found, expected, torch.float64)
+
+
+class OtherName(nn.Linear):
+    def forward(self, hidden_states):
+        return F.linear(hidden_states, self.weight, self.bias)
+
+
+class CallsByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = OtherName(D, V)
+
+    def forward(self, x):
+        return self.lm_head(hidden_states=x)
+
+
+def test_head_called_by_a_name_of_its_own():
+    model, x = CallsByName(), torch.randn(5, D)
+    expected = F.cross_entropy(model(x), torch.arange(5))
+    with lowtide.defer_logits(model, head=model.lm_head) as deferral:
+        loss = F.cross_entropy(model(x), torch.arange(5))
+        assert (deferral.fused, deferral.materialized) == (1, {})
+    close([loss.detach()], [expected.detach()], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("wrap", ["spectral norm", "dropout of the weight", "weight norm"])
+def test_weight_computed_once(wrap):
+    """A second computation would move the buffers of spectral_norm and the random generator."""
+    losses = []
+    for defers in (False, True):
+        torch.manual_seed(0)
+        head = nn.Linear(D, V, bias=False)
+        if wrap == "spectral norm":
+            head = nn.utils.parametrizations.spectral_norm(head)
+        elif wrap == "weight norm":
+            head = nn.utils.parametrizations.weight_norm(head)
+        else:
+            nn.utils.parametrize.register_parametrization(head, "weight", nn.Dropout(0.5))
+        if defers:
+            lowtide.defer_logits(head, head=head)
+        torch.manual_seed(1)
+        x, targets = torch.randn(5, D), torch.randint(V, (5,))
+        losses += [F.cross_entropy(head(x), targets).detach() for _ in range(3)]
+    close(losses[3:], losses[:3], dtype=torch.float32)

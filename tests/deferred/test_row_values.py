@@ -108,7 +108,8 @@ def test_row_named_results(result):
 
 def test_row_negative_index_refused():
     model, tokens, _ = make()
-    with lowtide.defer_logits(model), pytest.raises(IndexError, match="target must hold classes"):
+    classes = f"target must hold classes from 0 to {V - 1}, got -100$"
+    with lowtide.defer_logits(model), pytest.raises(IndexError, match=classes):
         model(tokens)[0].log_softmax(-1).gather(-1, torch.full((B, T, 1), -100))
 
 
@@ -166,3 +167,21 @@ def test_entropy_with_impossible_class():
     (of_possible,) = torch.autograd.grad(expected, possible)
     assert of_logits[0, 1] == 0
     close(of_logits[:, [0, 2]], of_possible, torch.float32)
+
+
+def test_nll_loss_of_detached_log_probabilities():
+    model, tokens, targets = make()
+
+    def loss(logits):
+        return F.nll_loss(F.log_softmax(logits, -1).detach().view(-1, V), targets.view(-1), ignore_index=-1)
+
+    expected = loss(model(tokens)[0])
+    with lowtide.defer_logits(model) as deferral:
+        found = loss(model(tokens)[0])
+        with torch.no_grad():
+            again = F.nll_loss(
+                F.log_softmax(model(tokens)[0], -1).view(-1, V), targets.view(-1), ignore_index=-1
+            )
+        assert (deferral.fused, deferral.materialized) == (2, {})
+    assert not found.requires_grad
+    close([found, again], [expected, expected])

@@ -2,8 +2,8 @@
 
 The kernels are in gemm.cpp. It is compiled at the first call on a machine, which takes a second or
 two. `available()` returns False without a message if the processor has no bfloat16 units, if oneDNN
-is off, if torch lacks the functions that gemm.cpp calls, or if there is no compiler. It warns once if the compiler
-fails, or if no directory for the library is safe from other users.
+is off, if torch lacks the functions that gemm.cpp calls, or if there is no compiler. It warns once
+if the compiler fails, or if no directory for the library is safe from other users.
 
 Shapes: C rows, D features, V classes. Each row is contiguous; there may be gaps between rows. In a
 weight, each column may be contiguous instead.

@@ -19,7 +19,7 @@ from lowtide.core.compile_ahead.launches import Launch, launch
 from lowtide.core.compile_ahead.notes import in_rehearsal, note
 from lowtide.core.compile_ahead.placeholders import ALIGNMENT
 
-# The most launches that a kernel remembers. At this number it forgets all of them, and begins again.
+# The most launches that a kernel remembers. At this number it forgets all, and begins again.
 MOST_LAUNCHES = 512
 INTEGERS = frozenset({int})
 

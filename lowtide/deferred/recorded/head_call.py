@@ -1,4 +1,4 @@
-"""Define what all logits of one call of the head share."""
+"""Define what all logits of one call of the head share, and what those of one memory share."""
 
 from types import FrameType
 from typing import Any
@@ -7,6 +7,16 @@ import torch
 
 from lowtide.deferred.recorded.functions import describe_function, in_function, running_forwards
 from lowtide.deferred.recorded.reporting import Counts
+
+
+class Storage:
+    """Hold what all logits share that would be views of the same memory as real tensors."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        """Counts those of these logits that have been materialised."""
+        self.changed: str | None = None
+        """The operation that changed materialised logits in place, if any."""
 
 
 class HeadCall:
@@ -20,10 +30,6 @@ class HeadCall:
         """The mesh over which tensor parallelism divides the classes; None without."""
         self.placements: tuple[Any, ...] = ()
         """The placements that a DTensor of these logits would have."""
-        self.made = 0
-        """Counts those of these logits that have been materialised."""
-        self.changed: str | None = None
-        """The operation that changed materialised logits in place, if any."""
         forwards: list[FrameType | None] = list(running_forwards()) or [None]
         self.forward = forwards[0]
         """The frame of the innermost autograd.Function's forward around the call, if any."""

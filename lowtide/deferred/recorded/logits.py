@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Node
 from lowtide.deferred.recorded.functions import describe_function, in_function, is_running, running_forwards
 from lowtide.deferred.recorded.handlers import HANDLERS
-from lowtide.deferred.recorded.head_call import HeadCall
+from lowtide.deferred.recorded.head_call import HeadCall, Storage
 from lowtide.deferred.recorded.proxy import Proxy, flat, is_in_place, is_torchs, replaced, spelled
 
 # These are read from a meta tensor of the same shape, dtype and strides.
@@ -53,10 +55,13 @@ class DeferredLogits(Proxy):
 
     __array_priority__ = 1000  # NumPy leaves `number * logits` to this class.
 
-    def __init__(self, node: Node, meta: Tensor, head_call: HeadCall, class_dim: int) -> None:
+    def __init__(
+        self, node: Node, meta: Tensor, head_call: HeadCall, class_dim: int, storage: Storage | None = None
+    ) -> None:
         if not torch.is_grad_enabled() and expression.requires_grad(node):
             node = expression.Apply("detach", (node,), None, node.dtype)
         self.node, self.meta, self.head_call, self.class_dim = node, meta, head_call, class_dim
+        self.storage = Storage() if storage is None else storage
         self.tensor: Tensor | None = None
         self.one_of_several = False
         """True for one of several views made by one torch call; torch refuses to change these."""
@@ -139,11 +144,17 @@ class DeferredLogits(Proxy):
     def classes_last(self) -> bool:
         return self.class_dim == self.meta.dim() - 1
 
-    def like(self, node: Node, meta: Tensor, class_dim: int | None = None) -> "DeferredLogits":
-        """Return logits of the same head call; return self where torch returns its argument."""
+    def like(
+        self, node: Node, meta: Tensor, class_dim: int | None = None, *, copied: bool = False
+    ) -> "DeferredLogits":
+        """Return logits of the same head call; return self where torch returns its argument.
+
+        `copied` is True if torch's result never is a view: a change of one is none of the other.
+        """
         if meta is self.meta and node is self.node:
             return self
-        return DeferredLogits(node, meta, self.head_call, self.class_dim if class_dim is None else class_dim)
+        class_dim = self.class_dim if class_dim is None else class_dim
+        return DeferredLogits(node, meta, self.head_call, class_dim, None if copied else self.storage)
 
     def check_function(self) -> None:
         """Raise an error if the logits have left a Function, which gave them no gradient."""
@@ -158,12 +169,11 @@ class DeferredLogits(Proxy):
     def checked(self) -> Node:
         """Return the node; raise an error if its tensors have changed since it was recorded."""
         self.check_function()
-        changed = self.head_call.changed
+        changed = self.storage.changed
         if changed is not None:
             raise RuntimeError(
-                f"the logits were changed in place ({changed}), and others of the same call of "
-                "the head are used after it; use what the operation returned, its form that is not in place, "
-                "or undo() the deferral"
+                f"the logits were changed in place ({changed}), and views of them are used after it; use "
+                "what the operation returned, its form that is not in place, or undo() the deferral"
             )
         expression.check(self.node)
         return self.node
@@ -171,18 +181,34 @@ class DeferredLogits(Proxy):
     def real(self, operation: str) -> Tensor:
         """Return the tensor, materialised if need be; `operation` names what needs it."""
         self.check_function()
-        if self.tensor is None:
-            # Let the hidden states, which are small, carry the count: a compiled graph copies the
-            # tensor that carries it.
-            counted = functools.partial(self.head_call.counts.on, event=operation)
-            node = expression.with_first_input(self.checked(), counted)
-            # Turn gradients on: a view made without them could not be changed in place where they
-            # are on. Where they were off, the tree has a detach of its own.
-            with torch.inference_mode(False), torch.enable_grad():
-                tensor = expression.evaluate(node).reshape(*self.rows, self.classes)
-                self.tensor = _laid_like(self.meta, tensor.movedim(-1, self.class_dim))
-            self.head_call.made += 1
-        return self.tensor
+        known = self.known
+        if known is not None:
+            return known
+        # Let the hidden states, which are small, carry the count: a compiled graph copies the
+        # tensor that carries it.
+        counted = functools.partial(self.head_call.counts.on, event=operation)
+        node = self.checked()
+        # Turn gradients on: a view made without them could not be changed in place where they are
+        # on, and the count would cut hidden states off. Where they were off, the tree has a detach
+        # of its own.
+        with torch.inference_mode(False), torch.enable_grad():
+            node = expression.with_first_input(node, counted)
+            tensor = expression.evaluate(node).reshape(*self.rows, self.classes)
+            tensor = _laid_like(self.meta, tensor.movedim(-1, self.class_dim))
+        if not in_checkpoint():
+            self.tensor = tensor
+            self.storage.made += 1
+        return tensor
+
+    @property
+    def known(self) -> Tensor | None:
+        """Return the tensor if it has been materialised, but None within a checkpoint.
+
+        The two runs of a checkpoint must save the same tensors, and the logits may be materialised
+        between the two.
+        """
+        recomputes = self.tensor is not None and self.storage.changed is None and in_checkpoint()
+        return None if recomputes else self.tensor
 
     def materialize(self) -> Tensor:
         """Return the tensor, for code that accepts only a tensor."""
@@ -202,12 +228,12 @@ class DeferredLogits(Proxy):
                 f"{operation} would change one of several views that were made by one call (split, chunk, "
                 "unbind), which torch refuses; use its form that is not in place"
             )
-        if self.head_call.made > 1:
+        if self.storage.made > 1:
             raise RuntimeError(
                 f"{operation} would change logits of which other forms have been made already; use its form "
                 "that is not in place, or undo() the deferral"
             )
-        self.head_call.changed = operation
+        self.storage.changed = operation
 
     def __getattr__(self, name: str) -> Any:
         if name in METADATA and self.tensor is None:
@@ -235,7 +261,7 @@ class DeferredLogits(Proxy):
             and "out" not in kwargs
             and (handler.keywords is None or handler.keywords >= kwargs.keys())
             and (handler.anywhere or isinstance(args[0] if args else kwargs.get("input"), DeferredLogits))
-            and all(each.tensor is None and each.classes for each in deferred)
+            and all(each.known is None and each.classes for each in deferred)
             and is_torchs(function, name)
         ):
             result = handler.function(*args, **kwargs)
@@ -275,6 +301,14 @@ class DeferredLogits(Proxy):
 
     def __deepcopy__(self, memo: Any) -> "DeferredLogits":
         return self.detach()
+
+
+def in_checkpoint() -> bool:
+    """Return True within a checkpoint of torch that is not reentrant, in either of its runs."""
+    if torch.compiler.is_compiling():
+        return False
+    hooks = torch_private.top_saved_tensors_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
 
 
 def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:

@@ -106,9 +106,9 @@ def forward_kl(
         workspace: bytes that the call may hold beyond inputs, the loss and the gradients. None is
             the default below. An explicit workspace may have no room for the float32 sum of the
             student weight's gradient. Unless a single product forms this gradient (see `Memory`),
-            it is then formed class block by class block, which takes two more products. One thing
-            is not counted: on CUDA under autocast, a weight of another dtype is cast as a whole
-            once, like autocast's own copy.
+            it is then formed class block by class block, which takes two more products. Not
+            counted are, on CUDA, the cast copies that autocast makes too, and copies of operands
+            that GEMMs read slowly, as in :func:`lowtide.linear_cross_entropy`.
         group, first_class, num_classes, tokens_sharded: for heads whose classes are divided over
             ranks, as in :func:`lowtide.linear_cross_entropy`. Student and teacher are divided
             alike. The weights are DTensors with placement Shard(0), or this rank's rows with
@@ -120,7 +120,7 @@ def forward_kl(
         64 MiB. On CUDA it is 1 GiB plus the float32 sum of a half-precision student weight's
         gradient (4 V D_s bytes, held from forward to backward). The default is limited to what the
         dense computation would hold in the same dtype: four tensors of the logits' size less the
-        gradients, or three where no gradient is wanted. The call may hold 4 MiB (16 MiB on CUDA)
+        gradients, or three where no gradient is wanted. The call may hold 4 MiB (64 MiB on CUDA)
         beyond this limit, and 128 bytes (256 on CUDA) for each row, feature and class. The limit
         does not apply to compiled graphs and derivatives of higher order.
 

@@ -32,7 +32,6 @@ from lowtide.ops.distillation.heads import Heads, copies_input
 from lowtide.ops.distillation.part_stats import merge_sums
 from lowtide.ops.distillation.planner import ALIGNMENT, DistillationPlan
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
-from lowtide.ops.linear_cross_entropy.engines import sharded_walk
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one, as_sums
 from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
@@ -167,11 +166,6 @@ class DistillationEngine(Engine):
         )
 
     # The walk (linear_cross_entropy/engines/engine.py) calls these methods.
-
-    def walk_tokens(self, coefs: Tensor, stats: Statistics, gradients: Gradients, take_stats: bool) -> Any:
-        if self.plan.agreement is None:
-            return super().walk_tokens(coefs, stats, gradients, take_stats)
-        return sharded_walk.walk_tokens(self, coefs, stats, gradients, take_stats)
 
     def begin_stats(
         self, logits_CV: BothLogits, coefs: Tensor, stats: Statistics, rows: slice

@@ -113,9 +113,11 @@ def linear_cross_entropy(
             64 MiB. On CUDA it is 1 GiB plus the float32 sum of a half-precision weight's
             gradient (4 V D bytes). A small call gets no more than eager torch would hold
             (see `Default`). A smaller workspace costs time; it costs exactness only where sums have
-            20 bits (see `Precision`). Two things are not counted. On CUDA under autocast, a weight
-            of another dtype is cast as a whole once, like autocast's own copy. And cuBLAS has a
-            workspace of its own.
+            20 bits (see `Precision`). Three things are not counted. On CUDA under autocast, a
+            weight of another dtype is cast as a whole once, like autocast's own copy. On CUDA,
+            half-precision operands that GEMMs read slowly are copied, and the copies are held until
+            backward: operands whose features are no multiple of 8, and those whose rows do not
+            begin at multiples of 16 bytes. And cuBLAS has a workspace of its own.
         backend: `"auto"` runs `"triton"` for CUDA tensors up to float32 where Triton is installed,
             else `"torch"`. `"reference"` is the plain definition, which holds all logits whatever
             the workspace.
@@ -196,14 +198,13 @@ def linear_cross_entropy(
         is wanted, it is 2 s N V. Here o is the bytes of a number of the operands, and s the bytes
         of a logit in the loss: the same as o, or 4 under autocast. With options eager torch holds
         more, which is not counted here.
-        A call may hold more than that peak. It may add 4 MiB (16 MiB on CUDA) and 128 bytes (256
-        on CUDA) for each token, feature and class, so that a small call is not cut into single rows
-        and classes. On CUDA it may add o N D where N is at most V / 2, to scale the input.
-        On CUDA under autocast it may add up to o N V, where N is below D. As with any
-        workspace, it adds packed operands, the float32 sums and copies of further linear terms, and
-        what a K-dimensional loss holds (see `Memory`). A rank of a divided head with few tokens
-        adds the rows of dX that the ranks sum, in float32, and as many bytes again: some 50 MiB for
-        1,024 tokens of 4,096 features.
+        A call may hold more than that peak. It may add 4 MiB (64 MiB on CUDA) and 128 bytes (256
+        on CUDA) for each token, feature and class, so that a small call is not cut into pieces. On
+        CUDA it may add o N D where N is at most V / 2, to scale the input. On CUDA under autocast
+        it may add up to o N V, where N is below D. As with any workspace, it adds packed operands,
+        the float32 sums and copies of further linear terms, and what a K-dimensional loss holds
+        (see `Memory`). A rank of a divided head with few tokens adds the rows of dX that the ranks
+        sum, in float32, and as many bytes again: some 50 MiB for 1,024 tokens of 4,096 features.
         Where the gradients are large beside the logits (N below about D), this limit is below the
         whole default, and a call of more than V / 4 tokens may take four products instead of three:
         pass a workspace for speed. So may fewer tokens with a float16 weight, with label smoothing,

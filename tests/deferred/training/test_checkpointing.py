@@ -101,3 +101,30 @@ def test_checkpointing_reentrant_materialized():
         for use in (logits.materialize, logits.sum):
             with pytest.raises(RuntimeError, match=r"have left CheckpointFunction"):
                 use()
+
+
+@pytest.mark.parametrize("what", ["loss", "real logits", "entropy"])
+@pytest.mark.parametrize("before", [False, True])
+def test_logits_made_real_beside_a_checkpoint(what, before):
+    """Both runs of the checkpoint save the same tensors, whenever the logits become real."""
+    model, tokens, targets = make()
+    losses = {
+        "loss": lambda z: F.cross_entropy(z.view(-1, V), targets.view(-1), ignore_index=-1),
+        "real logits": lambda z: z.sin().sum(),
+        "entropy": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean(),
+    }
+
+    def gradients():
+        model.zero_grad()
+        logits = model(tokens)[0]
+        if before:
+            logits.std()
+        loss = checkpoint(losses[what], logits, use_reentrant=False)
+        logits.std()
+        loss.backward()
+        return [loss.detach(), *(each.grad.clone() for each in model.parameters())]
+
+    expected = gradients()
+    with lowtide.defer_logits(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RealLogitsWarning)
+        close(gradients(), expected)

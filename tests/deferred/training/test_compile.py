@@ -108,3 +108,23 @@ def test_compile(name):
         with warns:
             loss = compiled()
         close([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], expected)
+
+
+@needs_tracing
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+def test_compile_real_logits_without_gradients():
+    """A number that is logged takes no gradient; the loss of the same logits keeps its own."""
+    model, tokens, targets = make()
+
+    def step():
+        logits = model(tokens)[0]
+        with torch.no_grad():
+            spread = logits.std()
+        return F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1), spread
+
+    loss, spread = step()
+    expected = [loss.detach(), spread, *torch.autograd.grad(loss, list(model.parameters()))]
+    torch._dynamo.reset()
+    with lowtide.defer_logits(model):
+        loss, spread = torch.compile(step, fullgraph=True, backend="eager")()
+        close([loss.detach(), spread, *torch.autograd.grad(loss, list(model.parameters()))], expected)

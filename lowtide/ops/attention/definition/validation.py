@@ -118,7 +118,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     G = key.shape[1]
     if key.shape[0] != B or value.shape[0] != B:
         raise ArgumentError(
-            f"query, key and value must have the same number of batches, got {B}, {key.shape[0]} and {value.shape[0]}"
+            f"query, key and value must have the same number of batches, got {B}, {key.shape[0]} and "
+            f"{value.shape[0]}"
         )
     if key.shape[3] != K:
         raise ArgumentError(f"key must have query's {K} features, got {key.shape[3]}")

@@ -56,9 +56,12 @@ class Functional:
         self.learned = tuple(tensor for _, tensor in learned.values())
         self._places = {key: place for place, key in enumerate(learned)}
         self._stage = _Stage(self.modules.values())
+        # A module may have several names, but functional_call must replace its parameters once: the
+        # second time, it would take the first one's tensors for the originals and leave them there.
         self._parameters = {
-            name: self._places[id(parameter)]
-            for name, parameter in self._stage.named_parameters(remove_duplicate=False)
+            f"{path}.{name}": self._places[id(parameter)]
+            for path, module in self._stage.named_modules()
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
             if id(parameter) in learned
         }
 

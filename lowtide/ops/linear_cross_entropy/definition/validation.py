@@ -29,6 +29,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import ROW_FACTORS, Argume
 
 REDUCTIONS = get_args(Reduction)
 BACKENDS = get_args(Backend)
+NO_CLASS = -(1 << 63)  # no class has this index, nor does a caller give it as ignore_index
 TARGET_DTYPES = (torch.int64, torch.int32, torch.uint8)
 
 
@@ -216,6 +217,8 @@ def check_classes(target: Tensor, V: int, ignore_index: int) -> None:
     if bool(invalid.any()):
         classes = f"classes from 0 to {V - 1}" if V else "no class, as linear_weight has none,"
         found = int(target[invalid][0])
+        if ignore_index == NO_CLASS:
+            raise IndexError(f"target must hold {classes}, got {found}")
         raise IndexError(
             f"target must hold {classes} or ignore_index ({ignore_index}), got {found}"
             + advice.for_class(found)

@@ -50,7 +50,7 @@ class Engine:
         """Hold an operand for each linear term.
 
         `rows` is the number of kept rows; kept_rows holds their places, or is None if all are kept.
-        The plan is a Tiling with three attributes more: engine, backend and sum_dtype.
+        The plan is a Tiling with four attributes more: engine, backend, sum_dtype and agreement.
         """
         self.plan, self.operands, self.kept_rows = plan, operands, kept_rows
         self.M, self.V, self.device = rows, classes, operands[0].input.device
@@ -71,6 +71,10 @@ class Engine:
         Return what the walk over classes needs of it.
         """
         plan = self.plan
+        if plan.agreement is not None:
+            from lowtide.ops.linear_cross_entropy.engines import sharded_walk
+
+            return sharded_walk.walk_tokens(self, coefs, stats, gradients, take_stats)
         inputs = [self.input_rows(dx) for dx in gradients.inputs]
         sums = [self.accumulator(k, dw) for k, dw in enumerate(gradients.weights)]
         gradient = any(each is not None for each in (*inputs, *sums, gradients.bias, gradients.scale))
@@ -159,6 +163,11 @@ class Engine:
 
     # An engine may override these.
 
+    @property
+    def parts(self) -> list[slice]:
+        """Return the parts of this rank's classes whose logits are computed apart."""
+        return [slice(0, self.V)]
+
     def accumulator(
         self, place: int, dw: pending_gradient.PendingGradient | None
     ) -> WeightAccumulator | None:
@@ -183,11 +192,16 @@ class Engine:
         return self.tile_gradient_(buffer_CV, coefs, stats, columns, **options, bias_sum_B=bias_sum_V)
 
     def logits_into(self, buffer_CV: Any, chunks: list[Tensor]) -> None:
-        """Write the logits of a chunk to the buffer."""
+        """Write the logits of a chunk to the buffer.
+
+        Each part of the classes has its own GEMM, so that the bits of its logits do not depend on
+        the other classes.
+        """
         for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
-            for classes, weight_BD in operand.weights(self.plan.operand_classes):
-                self.add_term_(buffer_CV[..., classes], k, x_CD, weight_BD)
-                del weight_BD  # free a copy before the next term's is made
+            for part in self.parts:
+                for classes, weight_BD in operand.weights(self.plan.operand_classes, part):
+                    self.add_term_(buffer_CV[..., classes], k, x_CD, weight_BD)
+                    del weight_BD  # free a copy before the next term's is made
 
     def add_term_(self, logits_CB: Any, k: int, x_CD: Tensor, weight_BD: Tensor) -> None:
         """Add the product of term k to a tile of logits; the first one overwrites it."""

@@ -25,8 +25,8 @@ OF_SHARDED = 16  # times as many for the part of a rank; smaller parts were not 
 # Operand dtypes of exponentials/gemm/gemm_triton.py. float16 lacks the range for exp(z), and
 # float32 GEMMs are too slow.
 EXPONENTIAL_DTYPES = (torch.bfloat16,)  # decision 0002
-# The most features of a second linear term in engines with tensor maps. Shared memory has room for so
-# many beside the operands of the first term.
+# The most features of a second linear term in engines with tensor maps. Shared memory has room for
+# so many beside the operands of the first term.
 SECOND_FEATURES = 64  # decision 0015
 
 

@@ -31,8 +31,8 @@ from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.requirements import tiles_unsupported_reason
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS
 
-# The most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D 1 to
-# 3 %.
+# The most bytes of the exponentials of a chunk; with more, a step of shape A took 1 % longer, of D
+# 1 to 3 %.
 MOST_BYTES = 2 << 30  # decision 0044
 # Beyond it float32 logits have no digits after the point, and an exponential that is not formed of
 # the very bits of the maximum is 0 or infinite (transformed of row_math_triton.py). Without fused

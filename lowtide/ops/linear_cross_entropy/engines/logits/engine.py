@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines import sharded_walk
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.part_stats import begin_merge
 from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
@@ -23,27 +21,10 @@ class LogitsEngine(LossEngine):
     def chunk_buffer(self, gradient: bool) -> Tensor:
         return self.buffer(self.plan.rows, padded_classes(self.V, self.device.type))[:, : self.V]
 
-    def logits_into(self, buffer_CV: Tensor, chunks: list[Tensor]) -> None:
-        """Write the products of a chunk; bias, scale and soft cap later turn them into logits.
-
-        Each segment of the classes has its own GEMM, so that the bits of its logits do not depend
-        on the other classes.
-        """
-        for k, (operand, x_CD) in enumerate(zip(self.operands, chunks)):
-            for part in self.parts:
-                for classes, weight_BD in operand.weights(self.plan.operand_classes, part):
-                    self.add_term_(buffer_CV[:, classes], k, x_CD, weight_BD)
-                    del weight_BD  # free a copy before the next term's is made
-
     @property
     def parts(self) -> list[slice]:
         """Return the parts of this rank's classes whose statistics are kept apart."""
         return self.plan.options.shard.parts_of(self.V)
-
-    def walk_tokens(self, coefs: RowCoefs, stats: Any, gradients: Gradients, take_stats: bool) -> Any:
-        if self.plan.agreement is None:
-            return super().walk_tokens(coefs, stats, gradients, take_stats)
-        return sharded_walk.walk_tokens(self, coefs, stats, gradients, take_stats)
 
     def begin_stats(
         self, z_CV: Tensor, coefs: RowCoefs, stats: SoftmaxStats, rows: slice

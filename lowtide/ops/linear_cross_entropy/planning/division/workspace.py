@@ -1,7 +1,7 @@
 """Tell how many bytes a call may use: the workspace that was asked for, or else the default.
 
 The default is no more than the dense computation would hold, unless this leaves room for too few
-rows or classes at a time, or for no single GEMM of few tokens.
+rows or classes at a time. A small call may hold a little more, so that it is one chunk.
 """
 
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
@@ -17,7 +17,8 @@ LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
 # The default is at least ROOM bytes larger than the smallest workspace if the plan would otherwise
 # take few rows (less than ROWS or N / CHUNKS, whichever is more) or fewer than CLASSES classes at a
 # time. Such a plan was 10 to 100 times slower on the CPU. With ROOM a call takes at most 1.5 times
-# as long as with the whole default.
+# as long as with the whole default. A call may exceed the dense computation's bytes by as many, so
+# that it is one chunk.
 ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 64 * MIB}, 32, 64, 128
 # Bytes per token, per feature and per class of the vectors that a call holds.
 BESIDE = {"cpu": 128, "cuda": 256}  # decisions 0074 and 0090
@@ -35,12 +36,12 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     sum of dW. If the bytes of the dense computation are known, they limit the result, unless this
     leaves room for too few rows or classes at a time.
 
-    With few tokens and a large weight gradient, the dense computation may hold only one
-    half-precision tensor of the logits' size beside its gradients. A chunk of all tokens holds such
-    a tensor too, and beside it some rows of dX in float32, or parts of its tiles. These are granted
-    (decisions 0074 and 0084), because smaller chunks and other ways to form dW take several times
-    as long. They may take ROOM, BESIDE for each number and, on CUDA, `rows` bytes for rows that the
-    dense computation does not hold.
+    The dense computation may hold little beside its gradients: one half-precision tensor of the
+    logits' size. A chunk of all tokens holds such a tensor too, and beside it some rows of dX in
+    float32, or parts of its tiles, and perhaps a sum of dW. These are granted (decisions 0074, 0084
+    and 0091), because several chunks and other ways to form dW take several times as long. They may
+    take ROOM, BESIDE for each number and, on CUDA, `rows` bytes for rows that the dense computation
+    does not hold.
     """
     beside = counts.further_terms + (counts.weight_sum if counts.device == "cuda" else 0)
     most = workspace_bytes(workspace, counts.device, beside)

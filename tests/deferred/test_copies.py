@@ -1,0 +1,57 @@
+"""Copies of deferred logits are copies: a change of one is none of the logits, nor an error there."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lowtide
+from tests.deferred.helpers import V, differentiated, make
+from tests.ops.chunked_loss.helpers import close
+
+pytestmark = pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+
+COPIES = {
+    "clone": lambda z: z.clone(),
+    "to with copy": lambda z: z.to(z.dtype, copy=True),
+    "to with copy by place": lambda z: z.to(z.dtype, False, True),
+    "a cast": lambda z: z.to(torch.float32),
+    "a product": lambda z: z * 2,
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_change_of_a_copy(copy):
+    """The copy is changed in place, as for sampling, and the loss is of the logits as they were."""
+    model, tokens, targets = make()
+
+    def use(model):
+        logits = model(tokens)[0]
+        copied = COPIES[copy](logits)
+        copied[..., 3] = -100
+        loss = F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
+        return loss + copied.double().square().mean()
+
+    expected = differentiated(model, use(model))
+    with lowtide.defer_logits(model):
+        close(differentiated(model, use(model)), expected)
+
+
+def test_change_of_the_logits_themselves():
+    """What was computed of them before the change keeps its value; a view would change with them."""
+    model, tokens, _ = make()
+
+    def use(model):
+        logits = model(tokens)[0]
+        doubled = logits * 2
+        logits.mul_(3)
+        return doubled.sum() + logits.square().sum()
+
+    expected = differentiated(model, use(model))
+    with lowtide.defer_logits(model):
+        close(differentiated(model, use(model)), expected)
+        logits = model(tokens)[0]
+        view, doubled = logits[..., :5], logits * 2
+        logits.mul_(3)
+        assert doubled.shape == logits.shape
+        with pytest.raises(RuntimeError, match=r"changed in place \(Tensor.mul_\), and views of them"):
+            view.sum()

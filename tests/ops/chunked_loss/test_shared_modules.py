@@ -1,0 +1,103 @@
+"""A module that head and loss_fn reach by several names keeps its parameters, and trains.
+
+Shapes: N rows, D features, V classes.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lowtide.ops.chunked_loss import chunked_loss
+from tests.ops.chunked_loss.helpers import MODES
+
+N, D, V = 7, 5, 11
+
+
+class Model(nn.Module):
+    """A head whose model also computes the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head = nn.Linear(D, V)
+
+    def forward(self, hidden):
+        return self.lm_head(hidden)
+
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def loss_of(model, logits, labels):
+    return model.loss(logits, labels)
+
+
+def of_two_methods():
+    model = Model()
+    return model, model.loss, model.forward
+
+
+def of_a_method_and_a_submodule():
+    model = Model()
+    return model, model.loss, model.lm_head
+
+
+def of_a_partial():
+    model = Model()
+    return model, partial(loss_of, model), model.lm_head
+
+
+def of_a_layer_twice():
+    layer = nn.Linear(D, D)
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(D, V))
+    return model, partial(F.cross_entropy, reduction="sum"), model
+
+
+def of_two_attributes():
+    model = Model()
+    model.alias = model.lm_head
+    return model, model.loss, model
+
+
+CALLS = [of_two_methods, of_a_method_and_a_submodule, of_a_partial, of_a_layer_twice, of_two_attributes]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", CALLS)
+def test_training_is_that_of_dense_computation(call, mode):
+    losses = {}
+    for loss in ("dense", "chunked"):
+        torch.manual_seed(0)
+        model, loss_fn, head = call()
+        model.double()
+        hidden, labels = torch.randn(N, D, dtype=torch.float64), torch.randint(V, (N,))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        losses[loss] = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            if loss == "dense":
+                value = loss_fn(head(hidden), labels)
+            else:
+                value = chunked_loss(loss_fn, head, hidden, labels, chunk_size=3, mode=mode)
+            value.backward()
+            optimizer.step()
+            losses[loss].append(value.item())
+    assert losses["chunked"] == pytest.approx(losses["dense"], rel=1e-12)
+    assert losses["dense"][2] < losses["dense"][1] < losses["dense"][0]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_parameters_stay(call):
+    """Also without gradients: a validation loss must not freeze a weight."""
+    model, loss_fn, head = call()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    hidden, labels = torch.randn(N, D), torch.randint(V, (N,))
+    with torch.no_grad():
+        chunked_loss(loss_fn, head, hidden, labels, chunk_size=3)
+    chunked_loss(loss_fn, head, hidden, labels, chunk_size=3).backward()
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert all(each.grad is not None for each in model.parameters())
