@@ -22,6 +22,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator.planner import choose_engine
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.operands import with_aligned_operands
 from lowtide.tools.doctor.attention import markdown as attention_table
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 

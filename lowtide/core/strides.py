@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.core.checks import HALVES
-
 VECTOR = 8  # elements; 16 bytes in half precision
 
 
@@ -79,8 +77,9 @@ def needs_aligned_copy(operand: Tensor, dtype: torch.dtype) -> bool:
     They do unless rows, or columns of a matrix that lies by columns, are whole vectors. An operand
     of another dtype is cast, and the cast copy lies by rows.
     """
-    if dtype not in HALVES or operand.shape[-1] % VECTOR:
-        return dtype in HALVES
+    half = dtype.itemsize == 2
+    if not half or operand.shape[-1] % VECTOR:
+        return half
     begins = [stride for size, stride in zip(operand.shape, operand.stride()) if size > 1 and stride != 1]
     return operand.dtype == dtype and any(each % VECTOR for each in (*begins, place(operand)))
 

@@ -1,4 +1,4 @@
-"""Copies of deferred logits are copies: a change of one is none of the logits, nor an error there."""
+"""Copies of deferred logits are copies: a change of one changes no logits, and is no error there."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_change_of_a_copy(copy):
 
 
 def test_change_of_the_logits_themselves():
-    """What was computed of them before the change keeps its value; a view would change with them."""
+    """What was computed of them before the change keeps its value; a view changes with them."""
     model, tokens, _ = make()
 
     def use(model):
