@@ -191,3 +191,24 @@ def test_losses_of_embeddings_and_policies(device, dtype):
     query, key = leaf(0, D, device=device, dtype=dtype), leaf(V, D, device=device, dtype=dtype)
     info_nce = functools.partial(lowtide.losses.info_nce, query, key, logit_scale=2.0)
     check(lambda workspace: info_nce(workspace=workspace), (query, key))
+
+
+MAPPED = {
+    "attention": lambda x: lowtide.memory_efficient_attention(
+        x[None, :, None], *[torch.ones(1, 3, 1, D)] * 2
+    ),
+    "distillation": lambda x: lowtide.distillation.forward_kl(x, torch.ones(V, D), x, torch.ones(V, D)),
+    "loss": lambda x: lowtide.linear_cross_entropy(x, torch.ones(V, D), torch.zeros(4, dtype=torch.long)),
+    "log-probabilities": lambda x: (
+        lowtide.linear_log_probs(x, torch.ones(V, D), torch.zeros(4, dtype=torch.long)).entropy
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("name", MAPPED)
+def test_nothing_is_mapped(device, name):
+    """vmap over no element gives no element, with the shape and dtype of one."""
+    one = MAPPED[name](torch.ones(4, D))
+    found = torch.func.vmap(MAPPED[name])(torch.ones(0, 4, D))
+    assert (found.shape, found.dtype) == ((0, *one.shape), one.dtype)

@@ -4,13 +4,22 @@ Each operator's backward asks here whether it has to use the row function (row_f
 supports all transforms.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowtide.core import torch_private
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Switch autocast off; it does not know meta tensors."""
+    if device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def in_transform(*tensors: Tensor | None) -> bool:

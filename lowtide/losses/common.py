@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lowtide.core.checks import DTYPES, check_choice, check_dense
+from lowtide.core.checks import DTYPES, check_choice, check_dense, check_number
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy.definition.head import Reduction
 
@@ -36,6 +36,13 @@ def check_shape(name: str, tensor: Tensor, shape: torch.Size, hint: str = "") ->
         raise ArgumentTypeError(f"{name} must hold real numbers of 16 bits or more, got {tensor.dtype}")
     if tensor.shape != shape:
         raise ArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_numbers(**numbers: float | None) -> None:
+    """Raise unless each is a real number or None."""
+    for name, number in numbers.items():
+        if number is not None:
+            check_number(name, number)
 
 
 def reduced(loss_B: Tensor, reduction: Reduction) -> Tensor:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from lowtide.core.checks import check_choice
 from lowtide.core.errors import ArgumentError
-from lowtide.losses.common import check_shape, widened
+from lowtide.losses.common import check_numbers, check_shape, widened
 from lowtide.ops.linear_cross_entropy.definition.head import number_beside
+from lowtide.ops.linear_cross_entropy.definition.validation import check_divisor
 
 LARGEST_LOG_RATIO = 20.0  # e^20 is beyond any useful step, and its square is far from overflow
 
@@ -98,17 +99,25 @@ def grpo(
             raise ArgumentError(
                 f"{name} is for loss_type={user!r} alone, got it with {loss_type!r}; leave it out"
             )
+    check_numbers(
+        beta=beta, epsilon=epsilon, epsilon_high=epsilon_high, max_completion_length=max_completion_length
+    )
+    for name, value in (("epsilon", epsilon), ("epsilon_high", epsilon_high)):
+        if value is not None and not value >= 0:
+            raise ArgumentError(f"{name} must be a number of at least 0, got {value}")
     if beta and reference is None:
         raise ArgumentError(
             f"beta weighs the KL term, which needs reference, got beta={beta} without; "
             "pass reference, or leave beta out"
         )
-    if loss_type == "dr_grpo" and not max_completion_length:
+    if loss_type == "dr_grpo" and not (max_completion_length and max_completion_length > 0):
         raise ArgumentError(
             "max_completion_length must be a number of tokens for loss_type='dr_grpo', "
             f"got {max_completion_length}"
         )
     policy_BT, old_BT = widened("BT", policy=policy, old=policy if old is None else old)
+    if num_items_in_batch is not None:
+        check_divisor("num_items_in_batch", num_items_in_batch, policy)
     check_shape("advantages", advantages, policy.shape[:1])
     every = "; where every token counts, pass torch.ones_like(policy, dtype=torch.bool)"
     check_shape("mask", mask, policy.shape, every if mask is None else "")

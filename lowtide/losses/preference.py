@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.losses.common import Reduction, check_shape, reduced, widened
+from lowtide.losses.common import Reduction, check_numbers, check_shape, reduced, widened
 
 
 def dpo(
@@ -49,6 +49,7 @@ def dpo(
     """
     if not 0 <= label_smoothing <= 0.5:
         raise ArgumentError(f"label_smoothing must be in [0, 0.5], got {label_smoothing}")
+    check_numbers(beta=beta, label_smoothing=label_smoothing)
     chosen_B, rejected_B, reference_chosen_B, reference_rejected_B = widened(
         "B",
         policy_chosen=policy_chosen,
@@ -97,6 +98,7 @@ def simpo(
 
     Source: arxiv.org/abs/2405.14734
     """
+    check_numbers(beta=beta, gamma=gamma)
     chosen_B, rejected_B = widened("B", policy_chosen=policy_chosen, policy_rejected=policy_rejected)
     return reduced(-F.logsigmoid(beta * (chosen_B - rejected_B) - gamma), reduction)
 
@@ -132,6 +134,7 @@ def orpo(
 
     Source: arxiv.org/abs/2403.07691
     """
+    check_numbers(beta=beta)
     chosen_B, rejected_B = widened("B", policy_chosen=policy_chosen, policy_rejected=policy_rejected)
     log_odds_ratio_B = _log_odds(chosen_B) - _log_odds(rejected_B)
     return reduced(-chosen_B - beta * F.logsigmoid(log_odds_ratio_B), reduction)
@@ -183,6 +186,7 @@ def kto(
 
     Source: arxiv.org/abs/2402.01306
     """
+    check_numbers(beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     policy_B, reference_B = widened("B", policy=policy, reference=reference)
     check_shape("label", label, policy.shape, "; pass torch.tensor(label)" * isinstance(label, (list, tuple)))
     if label.dtype != torch.bool:
@@ -193,6 +197,8 @@ def kto(
         kl = torch.full((), kl, dtype=policy_B.dtype, device=policy.device)
     if not isinstance(kl, Tensor):
         raise ArgumentTypeError(f"kl must be a torch.Tensor or a float, got {type(kl).__name__}")
+    if kl.is_complex():
+        raise ArgumentTypeError(f"kl must hold real numbers, got {kl.dtype}")
     if kl.dim() > 1 or kl.numel() == 0:
         raise ArgumentError(f"kl must have shape [M], M > 0, or [], got {list(kl.shape)}")
     baseline = kl.detach().to(policy_B.dtype).mean().clamp(min=0)

@@ -1,4 +1,4 @@
-"""Copies of deferred logits are copies: a change of one changes no logits, and is no error there."""
+"""A change of a copy of deferred logits changes no other logits, and is no error there."""
 
 import pytest
 import torch

@@ -289,3 +289,35 @@ def test_errors(change, kind, message):
     }
     with pytest.raises(kind, match=message):
         grpo(**(given | change))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"loss_type": "dapo", "num_items_in_batch": torch.tensor([2.0])},
+            "num_items_in_batch must be a number",
+        ),
+        (
+            {"loss_type": "dapo", "num_items_in_batch": -2},
+            "num_items_in_batch must be a finite number above 0",
+        ),
+        (
+            {"loss_type": "dapo", "num_items_in_batch": 0},
+            "num_items_in_batch must be a finite number above 0",
+        ),
+        (
+            {"loss_type": "dapo", "num_items_in_batch": torch.tensor(2.0, requires_grad=True)},
+            "num_items_in_batch",
+        ),
+        ({"loss_type": "dr_grpo", "max_completion_length": -2}, "max_completion_length must be a number of"),
+        ({"epsilon": -0.2}, "epsilon must be a number of at least 0, got -0.2"),
+        ({"epsilon_high": math.nan}, "epsilon_high must be a number of at least 0, got nan"),
+        ({"epsilon": "0.2"}, "epsilon must be a float"),
+        ({"beta": "0.2"}, "beta must be a float"),
+    ],
+)
+def test_refused_numbers(options, message):
+    policy = torch.full((1, 2), -1.0, requires_grad=True)
+    with pytest.raises((ValueError, TypeError), match=message):
+        grpo(policy, None, torch.ones(1), torch.ones(1, 2), **options)

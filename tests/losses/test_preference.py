@@ -305,3 +305,24 @@ def test_half_precision_widened():
 def test_errors(call, kind, message):
     with pytest.raises(kind, match=message):
         call(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("loss", "tensors", "options"),
+    [
+        (dpo, 4, {"beta": "x"}),
+        (dpo, 4, {"label_smoothing": "x"}),
+        (simpo, 2, {"gamma": "x"}),
+        (orpo, 2, {"beta": "x"}),
+        (kto, 2, {"beta": "x", "label": torch.ones(3, dtype=torch.bool), "kl": 0.0}),
+    ],
+)
+def test_refused_numbers(loss, tensors, options):
+    with pytest.raises(TypeError, match=r"must be a float, got 'x'"):
+        loss(*[-torch.ones(3)] * tensors, **options)
+
+
+def test_refused_complex_kl():
+    label, kl = torch.ones(3, dtype=torch.bool), torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="kl must hold real numbers"):
+        kto(-torch.ones(3), -torch.ones(3), label, kl)

@@ -77,6 +77,8 @@ def _as_factor(share: Tensor, out: Tensor) -> Tensor:
 
 def _checked(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the outs and the logsumexps, after checking that the parts match."""
+    if isinstance(parts, Tensor):
+        raise ArgumentTypeError("parts must be a list of pairs (out, logsumexp), got a tensor")
     if not parts:
         raise ArgumentError("parts must have one (out, logsumexp) at least, got none")
     for place, part in enumerate(parts):

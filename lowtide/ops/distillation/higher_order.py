@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.core.autodiff import differentiable_gradients
+from lowtide.core.autodiff import differentiable_gradients, without_autocast
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.distillation import divergences
 from lowtide.ops.distillation.heads import DistillationOptions, Heads, Side
@@ -78,7 +78,7 @@ def _losses(heads: Heads, options: DistillationOptions) -> Tensor:  # [C]
     """Return the divergence of each row of a chunk."""
 
     def log_probs(side: Side, softcap: float | None) -> Tensor:
-        with torch.autocast(heads.device.type, enabled=False):
+        with without_autocast(heads.device):
             logits_CV = F.linear(*side)
         if softcap:
             logits_CV = softcap * torch.tanh(logits_CV / softcap)

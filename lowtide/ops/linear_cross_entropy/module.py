@@ -92,6 +92,11 @@ class LinearCrossEntropyLoss(nn.Module):
                 "logit_scale must be a float here, got a tensor, which this module would neither train nor "
                 "save; keep it in a module of your own and call lowtide.linear_cross_entropy"
             )
+        if isinstance(out_features, int):
+            raise ArgumentTypeError(
+                f"out_features must be a tuple (d1, ..., dK), got {out_features}; of one such dimension pass "
+                f"({out_features},), and the classes as num_classes"
+            )
         check_tensors({} if weight is None else {"weight": weight})
         if weight is not None and weight.shape != (num_classes,):
             raise ArgumentError(f"weight must have shape [{num_classes}], got {list(weight.shape)}")

@@ -70,6 +70,12 @@ class BlockDiagonalMask(AttentionBias):
 
         Shapes: each tensor is [B_i, M_i, ...] and holds B_i sequences.
         """
+        if not tensors or any(each.dim() < 2 or each.shape[2:] != tensors[0].shape[2:] for each in tensors):
+            shapes = [list(each.shape) for each in tensors]
+            raise ArgumentError(
+                "tensors must be one or more [B_i, M_i, ...], alike from the third dimension on, "
+                f"got {shapes}"
+            )
         lengths = [tensor.shape[1] for tensor in tensors for _ in range(tensor.shape[0])]
         mask = cls(lengths, lengths, [tensor.shape[0] for tensor in tensors])
         flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in tensors]

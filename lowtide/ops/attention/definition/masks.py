@@ -108,9 +108,23 @@ class AttentionBias:
         """Return the mask as a dense tensor [..., M, N] to be added to the scores.
 
         Where a query sees a key, the value is 0 or that of the mask's own bias; elsewhere it is
-        -inf. The tensor takes O(M N) memory for each leading index.
+        -inf. With the dtype torch.bool the tensor is True where a query sees a key. It takes
+        O(M N) memory for each leading index.
+
+        Raises:
+            ValueError, TypeError: for sizes that the mask is not made for, for an integer dtype, or
+                for torch.bool where the mask has a floating-point bias.
         """
+        if len(shape) < 2:
+            raise ArgumentError(f"shape must end with the numbers of queries and keys, got {tuple(shape)}")
         *_, M, N = shape
+        self.check(M, N)
+        if dtype == torch.bool and (self.bias is None or self.bias.dtype == torch.bool):
+            return self.materialize(shape, torch.float32, device) == 0
+        if not dtype.is_floating_point:
+            raise ArgumentTypeError(
+                f"dtype must be floating-point, or torch.bool without a floating-point bias, got {dtype}"
+            )
         dense = torch.zeros(tuple(shape), dtype=dtype, device=device)
         if self.bias is not None:
             bias = self.bias.to(device)

@@ -8,6 +8,7 @@ Shapes: B batches, H query heads, G key heads, M queries, N keys, K features, E 
 import torch
 from torch import Tensor
 
+from lowtide.core.autodiff import without_autocast
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, rescale, row_keys
 from lowtide.ops.attention.definition.masks import Intervals, visible
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, sizes
@@ -39,7 +40,7 @@ def attend(
     size = sizes(operands)
     B, H, G, M, N, K, E = size
     rows = size.R * M
-    with torch.autocast(operands.device.type, enabled=False):
+    with without_autocast(operands.device):
         # Query heads that share a key head are rows of one product, so that keys are not repeated.
         z_BHMN = (query.reshape(B, G, rows, K) @ key.mT).reshape(B, H, M, N) * options.scale
         if options.softcap:

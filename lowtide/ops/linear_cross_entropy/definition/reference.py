@@ -3,13 +3,13 @@
 Shapes: N tokens, V classes; D_k features of term k.
 """
 
-import contextlib
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.core.autodiff import without_autocast
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.definition.head import (
     Head,
@@ -107,8 +107,7 @@ def flat_labels(labels: Labels) -> Labels:
 
 
 def logits(head: Head, options: Options) -> Tensor:  # [N, V]
-    meta = head.device.type == "meta"  # autocast does not know this device
-    with contextlib.nullcontext() if meta else torch.autocast(head.device.type, enabled=False):
+    with without_autocast(head.device):
         logits_NV = F.linear(head.inputs[0], head.weights[0], head.bias)
         for input, weight in zip(head.inputs[1:], head.weights[1:]):
             logits_NV = logits_NV + F.linear(input, weight)

@@ -143,6 +143,7 @@ def _refuse_gradient(name: str, tensor: Tensor, what: str = "") -> None:
 
 
 def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
+    """Check what a mean is divided by."""
     if normalizer is None:
         return
     if reduction != "mean":
@@ -150,27 +151,32 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
             "normalizer is what reduction='mean' divides the sum by in place of its own count, got it with "
             f"reduction={reduction!r}; leave reduction out, or leave normalizer out and divide the result"
         )
+    check_divisor("normalizer", normalizer, input)
+
+
+def check_divisor(name: str, normalizer: object, input: Tensor) -> None:
+    """Check that a divisor of a sum is a number above 0, or a 0-d tensor without a gradient."""
     if not isinstance(normalizer, Tensor):
         if not torch.compiler.is_compiling():  # a look at an integer's bits would compile each value anew
-            check_number("normalizer", normalizer)
+            check_number(name, normalizer)
         if not 0 < normalizer < math.inf:  # type: ignore[operator]
             raise ArgumentError(
-                f"normalizer must be a finite number above 0, got {normalizer}; "
+                f"{name} must be a finite number above 0, got {normalizer}; "
                 "pass lowtide.tokens_per_rank(target), or leave it out"
             )
         return
-    check_tensors({"normalizer": normalizer})
+    check_tensors({name: normalizer})
     if normalizer.dim() != 0 or normalizer.is_complex() or normalizer.dtype == torch.bool:
         raise ArgumentError(
-            "normalizer must be a number or a 0-d tensor of one, "
+            f"{name} must be a number or a 0-d tensor of one, "
             f"got {normalizer.dtype} of shape {list(normalizer.shape)}; pass its .sum()"
         )
     if normalizer.device.type != "cpu":  # a number in the CPU's memory goes to any device without waiting
-        check_devices({"input": input, "normalizer": normalizer}, meta=True)
-    _refuse_gradient("normalizer", normalizer)
+        check_devices({"input": input, name: normalizer}, meta=True)
+    _refuse_gradient(name, normalizer)
     if can_be_read(normalizer) and not 0 <= normalizer.item() < math.inf:
         raise ArgumentError(
-            f"normalizer must be a finite number above 0, or 0 for no token, got {normalizer.item()}; "
+            f"{name} must be a finite number above 0, or 0 for no token, got {normalizer.item()}; "
             "pass lowtide.tokens_per_rank(target), or leave it out"
         )
 

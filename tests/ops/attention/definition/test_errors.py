@@ -21,7 +21,7 @@ Q, KV = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
         ({"query": [1]}, TypeError, "query must be a torch.Tensor, got list"),
         ({"query": Q[0, 0]}, ValueError, r"query must have shape \[B, M, K\], .*got \[4, 8\]"),
         ({"key": KV[0]}, ValueError, r"key must have query's 4 dimensions, got \[7, 2, 8\]"),
-        ({"key": KV[:1]}, ValueError, "as many batches, got 2, 1 and 2"),
+        ({"key": KV[:1]}, ValueError, "the same number of batches, got 2, 1 and 2"),
         ({"key": KV[..., :3]}, ValueError, "key must have query's 8 features, got 3"),
         ({"value": KV[:, :3]}, ValueError, r"value must have as many heads and keys as key \(2 and 7\)"),
         ({"query": Q[:, :, :3]}, ValueError, "query's heads must be a multiple of key's, got 3 and 2"),

@@ -173,3 +173,41 @@ def test_names():
     assert repr(masks.LocalAttentionFromBottomRightMask(3, -1)) == (
         "LocalAttentionFromBottomRightMask(window_left=3, window_right=None)"
     )
+
+
+MADE_FOR_5 = {name: mask for name, (mask, _) in RULES.items()} | {
+    "BlockDiagonalMask": masks.BlockDiagonalMask.from_seqlens([2, 3]),
+    "BlockDiagonalCausalMask": masks.BlockDiagonalMask.from_seqlens([2, 3]).make_causal(),
+    "with a bool bias": masks.LowerTriangularMask().add_bias(torch.rand(5, 5) < 0.7),
+}
+
+
+@pytest.mark.parametrize("name", MADE_FOR_5)
+def test_materialized_as_bool(name):
+    """True takes part, as in every bool mask that attention takes."""
+    mask, q = MADE_FOR_5[name], torch.randn(1, 5, 1, 4)
+    shown = mask.materialize((1, 1, 5, 5), torch.bool)
+    assert torch.equal(shown, mask.materialize((1, 1, 5, 5)) == 0)
+    found = lowtide.memory_efficient_attention(q, q, q, shown)
+    torch.testing.assert_close(found, lowtide.memory_efficient_attention(q, q, q, mask))
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape", "dtype", "message"),
+    [
+        (masks.LowerTriangularMask(), (3, 3), torch.int64, "dtype must be floating-point"),
+        (masks.LowerTriangularMask().add_bias(torch.zeros(3, 3)), (3, 3), torch.bool, "dtype must be"),
+        (masks.LowerTriangularMask(), (3,), torch.float32, "shape must end with the numbers"),
+        (masks.BlockDiagonalMask.from_seqlens([1, 2]), (2, 2), torch.float32, "made for 3 queries"),
+        (masks.BlockDiagonalMask.from_seqlens([1, 2]), (4, 4), torch.float32, "made for 3 queries"),
+    ],
+)
+def test_refused_to_materialize(mask, shape, dtype, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        mask.materialize(shape, dtype)
+
+
+@pytest.mark.parametrize("tensors", [[], [torch.zeros(3)], [torch.zeros(1, 2, 3), torch.zeros(1, 2, 4)]])
+def test_refused_tensor_list(tensors):
+    with pytest.raises(ValueError, match=r"tensors must be one or more \[B_i, M_i, \.\.\.\]"):
+        masks.BlockDiagonalMask.from_tensor_list(tensors)
