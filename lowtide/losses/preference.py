@@ -47,9 +47,9 @@ def dpo(
 
     Source: arxiv.org/abs/2305.18290; for cDPO its author's note, ericmitchell.ai/cdpo.pdf
     """
+    check_numbers(beta=beta, label_smoothing=label_smoothing)
     if not 0 <= label_smoothing <= 0.5:
         raise ArgumentError(f"label_smoothing must be in [0, 0.5], got {label_smoothing}")
-    check_numbers(beta=beta, label_smoothing=label_smoothing)
     chosen_B, rejected_B, reference_chosen_B, reference_rejected_B = widened(
         "B",
         policy_chosen=policy_chosen,
