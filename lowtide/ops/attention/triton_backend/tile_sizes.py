@@ -248,6 +248,8 @@ def _with_row_bias(kernel: str, pieces: int, size: TileSizes, features: int, byt
         return size._replace(stages=1)
     if kernel == "forward" and pieces == 3 and size.N > 32:
         return size._replace(N=32, stages=size.stages + 1)
+    if kernel == "forward" and pieces == 3 and features > 128:  # two blocks of the query's features
+        return size._replace(K=min(size.K, 64))
     if pieces > 1:
         return size
     if kernel == "key and value":

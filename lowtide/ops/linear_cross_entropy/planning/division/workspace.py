@@ -50,7 +50,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     on_cuda = counts.device == "cuda"
     if counts.one_product_row or on_cuda:
         numbers = BESIDE[counts.device] * (counts.N + counts.D + counts.V)
-        most_held = dense + ROOM[counts.device] + numbers + rows * on_cuda
+        most_held = dense + ROOM[counts.device] + numbers + (rows if on_cuda else 0)
         one_chunk = [counts.with_smaller_products(0).one_chunk + _sum_beside(counts)]
         if may_skip(counts):
             # Parts of dX's tiles may take more than a small product.

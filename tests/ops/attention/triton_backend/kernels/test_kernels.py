@@ -44,6 +44,15 @@ CASES = {
     "soft cap": {"softcap": 2.0, "scale": 0.8},
     "dropout": {"p": 0.4, "seed": 9},
     "features in several blocks": {"B": 1, "M": 20, "N": 37, "H": 2, "G": 1, "K": 150, "E": 270},
+    "two blocks of features, a bias of queries": {
+        "B": 1,
+        "M": 20,
+        "N": 37,
+        "H": 2,
+        "K": 150,
+        "E": 140,
+        "bias": (0, 0, 1, 1),
+    },
     "more features than most": {"B": 1, "M": 9, "N": 20, "H": 2, "K": 600, "E": 520},
     "extreme scores": {"spread": 300.0},
 }  # fmt: skip
