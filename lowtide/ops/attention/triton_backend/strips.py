@@ -38,7 +38,7 @@ ROOM = 304 << 20
 # scores. That is ten times as much (decision 0050).
 SHARE = 3 / 10
 # With few queries, all scores take less memory than queries, keys and values. A strip may then hold
-# this share of these, since strips of few heads leave a part of the card idle (decision 0092).
+# this share of these, since strips of few heads leave a part of the card idle (decision 0093).
 SHARE_OF_OPERANDS = 1 / 16
 # Strips are cut at multiples of this many keys. The keys of any tile divide it, so no tile lies in
 # two strips.

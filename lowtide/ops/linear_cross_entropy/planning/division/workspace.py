@@ -39,7 +39,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     The dense computation may hold little beside its gradients: one half-precision tensor of the
     logits' size. A chunk of all tokens holds such a tensor too, and beside it some rows of dX in
     float32, or parts of its tiles, and perhaps a sum of dW. These are granted (decisions 0074, 0084
-    and 0091), because several chunks and other ways to form dW take several times as long. They may
+    and 0092), because several chunks and other ways to form dW take several times as long. They may
     take ROOM, BESIDE for each number and, on CUDA, `rows` bytes for rows that the dense computation
     does not hold.
     """
