@@ -35,7 +35,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
 
 if TYPE_CHECKING:
-    from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm.gemm import Exponentials
+    from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm.launch import Exponentials
     from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.engines.exponentials import row_log_probs
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm.gemm import Exponentials
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm.launch import Exponentials
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import (
     add_partials,

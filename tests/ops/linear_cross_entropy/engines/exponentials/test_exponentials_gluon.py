@@ -8,7 +8,7 @@ from tests.conftest import NEEDS_CUDA
 pytest.importorskip("triton")
 
 from lowtide.core.kernels import backend
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import gemm
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import launch
 from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 pytestmark = [pytest.mark.gpu, NEEDS_CUDA]
@@ -47,7 +47,7 @@ def made(C, B, D, options, *, second=False, out=True, first_class=0):
     if out:
         out_CB = torch.empty(C, -(-B // 8) * 8 + 8, device="cuda", dtype=torch.bfloat16)[:, :B]
     target_C += first_class
-    return gemm.Exponentials(
+    return launch.Exponentials(
         *terms,
         reference_C=reference_C,
         target_C=target_C,

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowtide.ops.linear_cross_entropy.engines.exponentials import input_gradient
-from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import gemm
+from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import launch
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import packed_triton, row_kernels
 from lowtide.ops.linear_cross_entropy.planning.division import cost_model
@@ -42,9 +42,9 @@ def test_exponentials_end_early(device, counted, first_place):
     target_C = torch.zeros(C, dtype=torch.long, device=device)
     reference_C = torch.zeros(C, device=device)
     for out_CB, chunk in zip(outs, (CountedChunk(), chunk_of(device, counted, C, first_place))):
-        exponentials = gemm.Exponentials(
+        exponentials = launch.Exponentials(
             (x_CD, weight_BD), reference_C=reference_C, target_C=target_C, out_CB=out_CB[:, :V],
-            transform=gemm.NO_TRANSFORM, counted=chunk,
+            transform=launch.NO_TRANSFORM, counted=chunk,
         )  # fmt: skip
         exponentials.run(sums=exponentials.partials())
     done = -(-counted // tile) * tile

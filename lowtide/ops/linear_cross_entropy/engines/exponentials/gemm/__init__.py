@@ -4,5 +4,5 @@ Modules, in import order (a module imports only from those above it):
 
 gemm_triton  the GEMM kernel whose epilogue stores exponentials and partial sums
 gemm_gluon   the same GEMM pipelined in Gluon, for few features
-gemm         choose and launch one of these two kernels on a chunk's operands
+launch       choose and launch one of these two kernels on a chunk's operands
 """
