@@ -34,7 +34,7 @@ def chunk_of(device: str, counted: int, C: int, first_place: int = 0) -> Counted
 @pytest.mark.parametrize("first_place", [0, 64])
 @pytest.mark.parametrize("counted", [0, 1, 16, 37])
 def test_exponentials_end_early(device, counted, first_place):
-    tile = gemm.tiles.BLOCK_C
+    tile = launch.tiles.BLOCK_C
     C, dtype = 5 * tile, dtype_on(device)
     counted = counted * tile // 16
     x_CD, weight_BD = torch.randn(C, 24, device=device).to(dtype), torch.randn(V, 24, device=device).to(dtype)
