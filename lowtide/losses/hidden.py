@@ -50,8 +50,8 @@ def z_loss(
     Shapes: input [..., D], linear_weight [V, D], target [...]; the result is 0-d.
 
     Args:
-        target: rows with `ignore_index` do not count; other values do not matter. The result is 0
-            if no row counts.
+        target: rows with `ignore_index` do not count; which class another row has does not matter.
+            The result is 0 if no row counts.
         ignore_index: rows with this target do not count; None means -100.
         normalizer: n, as in :func:`lowtide.linear_cross_entropy`. If it is None, n counts
             this rank's rows, also under :func:`lowtide.shard_head`; pass

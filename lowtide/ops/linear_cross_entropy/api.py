@@ -238,7 +238,8 @@ def linear_cross_entropy(
     An exported program can be trained, with the gradients that were required when it was exported;
     for other gradients its backward raises an error. Transforms do not nest with compilation: code
     that torch.compile compiles as one graph refuses a transform of torch.func or forward mode
-    around this call, and compiled code cannot be differentiated twice.
+    around this call, and a target or class weights that require a gradient. Compiled code cannot be
+    differentiated twice.
 
     Source: pytorch issue 124480; the chunk loop is that of
     github.com/mgmalek/efficient_cross_entropy.

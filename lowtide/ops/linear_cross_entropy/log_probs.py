@@ -85,6 +85,8 @@ def linear_log_probs(
     Precision: backward forms the probabilities p from forward's statistics and recomputed logits z,
     which may be rounded differently. So p and the entropy's gradient have an error of up to about
     eps * max|z| relative to p. This matters for logits of 1e5 and more, since float32 has 7 digits.
+    A row with an infinite largest logit (of one class, or -inf of all) has NaN, as torch's
+    log-softmax does, in its logsumexp too.
 
     Raises: as :func:`linear_cross_entropy`.
 
