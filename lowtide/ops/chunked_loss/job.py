@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lowtide.core.errors import ArgumentError
 from lowtide.core.matmul import blocks
@@ -70,10 +71,12 @@ class Job:
         """Return the names of tensors and training modes that have changed since the call began."""
         return self.snapshot.changed(dict(zip(self.row_names, tensors)))
 
-    def loss(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Tensor]:
+    def loss(
+        self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode
+    ) -> tuple[Any, Tensor]:
         """Compute a chunk for the first time, with checks; return head's output and the loss."""
         before = snapshot.buffers(self.functional)
-        out, value, aux = self.run(place, pieces, learned)
+        out, value, aux = self.run(place, pieces, learned, operators)
         snapshot.check_buffers(self.functional, before)
         validation.check_result(value, len(pieces[0]), self.per_row)
         if value.requires_grad:
@@ -82,13 +85,21 @@ class Job:
             self._add_aux(name, term.detach() if isinstance(term, Tensor) else term)
         return out, value
 
-    def loss_again(self, place: int, pieces: Tensors, learned: Tensors) -> Tensor:
+    def loss_again(
+        self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode | None = None
+    ) -> Tensor:
         """Return the loss of a chunk that was checked before."""
-        return self.run(place, pieces, learned)[1]  # type: ignore[no-any-return]
+        return self.run(place, pieces, learned, operators)[1]  # type: ignore[no-any-return]
 
-    def run(self, place: int, pieces: Tensors, learned: Tensors) -> tuple[Any, Any, dict[str, Any]]:
-        """Return head's output, the loss and the aux of a chunk."""
-        with self.replay.chunk(place):
+    def run(
+        self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode | None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """Return head's output, the loss and the aux of a chunk.
+
+        The operators of operators.py are in place while head and loss_fn run, and no longer: they
+        look at each access to a tensor's attributes.
+        """
+        with self.replay.chunk(place), operators or contextlib.nullcontext():
             out, value = self.functional(pieces[: self.hidden], pieces[self.hidden :], learned)
         if not self.has_aux:
             return out, value, {}

@@ -54,8 +54,11 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
 def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: bool) -> Tensor:
     """Compute a chunk for the first time, with checks, and return its loss without a graph."""
     leaves = _leaves(pieces, [graph and each for each in job.needs_grad])
-    with isolated(), job.meter(place), GradientSumMode():
-        return job.functional.substituted(learned, lambda: job.loss(place, leaves, learned)[1].detach())
+    operators = GradientSumMode()
+    with isolated(), job.meter(place):
+        return job.functional.substituted(
+            learned, lambda: job.loss(place, leaves, learned, operators)[1].detach()
+        )
 
 
 def loss_and_gradients(job: Job, tensors: Tensors) -> tuple[Tensor, list[PendingGradient | None]]:
@@ -101,7 +104,7 @@ class _Loop:
 
         def run() -> tuple[Tensor, Gradients]:
             with torch.enable_grad(), isolated():
-                out, value = self.job.loss(place, leaves, self.learned)
+                out, value = self.job.loss(place, leaves, self.learned, self.operators)
                 # A value for each row occurs only while a workspace is measured: take any scalar.
                 value = value.sum() if value.dim() else value
             seed = self._scale(place, out, value, leaves) if self.is_scaled else None
@@ -119,7 +122,7 @@ class _Loop:
 
         def run() -> Gradients:
             with torch.enable_grad(), isolated():
-                value = self.job.loss_again(place, leaves, self.learned)
+                value = self.job.loss_again(place, leaves, self.learned, self.operators)
             compared = self._compared(place, value.detach(), chunk.stop - chunk.start, seed)
             return self._backward(value, leaves, compared.to(value.dtype))
 
@@ -155,8 +158,8 @@ class _Loop:
         return _leaves(self.job.piece(self.tensors[: self.job.cut], chunk), self.needs_grad)
 
     def _substituted(self, place: int, run: Callable[[], Result]) -> Result:
-        """Run a chunk on copies of the learned tensors, with the operators of operators.py."""
-        with self.job.meter(place), self.operators:
+        """Run a chunk on copies of the learned tensors."""
+        with self.job.meter(place):
             return self.job.functional.substituted(self.learned, run)
 
     def _compared(self, place: int, value: Tensor, rows: int, seed: Tensor) -> Tensor:
@@ -217,7 +220,7 @@ class _Loop:
         new, retains = previous, may_be_retained(value)
         if not retains:
             with torch.enable_grad(), isolated():
-                out, value, _ = self.job.run(place, leaves, self.learned)
+                out, value, _ = self.job.run(place, leaves, self.learned, self.operators)
                 value = value.sum() if value.dim() else value
         ends = [each for each in tree_leaves(out) if isinstance(each, Tensor) and each.requires_grad]
         if not ends:  # head returned an object whose tensors pytree does not find
