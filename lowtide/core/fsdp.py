@@ -98,9 +98,8 @@ def expect_gradients(parameters: Iterable[Any], result: Any) -> None:
     This concerns a unit that is gathered although its forward does not run: a root unit, or one
     that is not resharded after forward, stays gathered. Without this a gradient is lost in two
     cases: no other result of the unit takes part in that backward, or one took part in an earlier
-    backward.
-    The inputs get no hook: if the unit itself computed them, their hooks would reduce and free it
-    halfway.
+    backward. The inputs get no hook: if the unit itself computed them, their hooks would reduce and
+    free it halfway.
     """
     for unit, gathered in {unit: each for unit, each in map(_find_gathered, parameters) if unit}.items():
         state = unit._get_fsdp_state()
@@ -123,7 +122,7 @@ def _find_gathered(parameter: Any) -> tuple[Any, Any]:
 
 
 def _end_forward(state: Any, record: Any) -> bool:
-    """Count the use of a parameter as the forward of its module; return True if that one ends.
+    """Count the use of a parameter as the forward of its module; return True if the unit's forward ends.
 
     In torch 2.11 the forward of a unit of several modules ends after the last of them. Without
     this a unit of the last norm and the head would wait for the head beyond the step: its

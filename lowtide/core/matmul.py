@@ -68,7 +68,8 @@ class Operand:
         self.D = input.shape[-1]
         # On CUDA a weight of another dtype is cast as a whole, once, as autocast does.
         cast = weight_VD.is_cuda and weight_VD.dtype != dtype
-        self.weight_VD = weight_VD.to(dtype) if cast else weight_VD
+        by_rows = torch.contiguous_format
+        self.weight_VD = weight_VD.to(dtype, memory_format=by_rows) if cast else weight_VD
 
     def rows(self, rows: slice) -> Tensor:
         """Return these tokens as [C, D] in the operands' dtype: a view, or a copy of these rows."""

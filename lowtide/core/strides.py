@@ -72,23 +72,28 @@ def _is_aligned(tensor: Tensor, at: Callable[[Tensor], int]) -> bool:
 
 
 def needs_aligned_copy(operand: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if GEMMs on CUDA read an operand slowly in this half precision.
+    """Return True if GEMMs on CUDA read an operand slowly in this dtype.
 
-    They do unless rows, or columns of a matrix that lies by columns, are whole vectors. An operand
-    of another dtype is cast, and the cast copy lies by rows.
+    In half precision they read it fast if its features are whole vectors of 16 bytes, and each row
+    (each column, if it lies by columns) begins at a multiple of one. A graph guards neither strides
+    nor where a tensor begins, so while one is traced only the features count. An operand of another
+    dtype is cast, by rows.
     """
-    half = dtype.itemsize == 2
-    if not half or operand.shape[-1] % VECTOR:
-        return half
+    if dtype.itemsize != 2 or operand.shape[-1] % VECTOR:
+        return dtype.itemsize == 2
+    if operand.dtype != dtype or torch.compiler.is_compiling():
+        return False
     begins = [stride for size, stride in zip(operand.shape, operand.stride()) if size > 1 and stride != 1]
-    return operand.dtype == dtype and any(each % VECTOR for each in (*begins, place(operand)))
+    return any(each % VECTOR for each in (*begins, place(operand)))
 
 
-def aligned_copy(operand: Tensor) -> Tensor:
-    """Return a copy by rows, with zeros after features that are no multiple of 8.
+def aligned(operand: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the operand, or a copy by rows of one that GEMMs on CUDA read slowly.
 
-    Autograd follows the copy.
+    Zeros follow features that are no multiple of 8. Autograd follows the copy.
     """
+    if not needs_aligned_copy(operand, dtype):
+        return operand
     if operand.shape[-1] % VECTOR:
         return F.pad(operand, (0, -operand.shape[-1] % VECTOR))
     return operand.clone(memory_format=torch.contiguous_format)

@@ -81,8 +81,9 @@ class Deferral:
 
 
 def _deferring(plain: type, deferral: Deferral) -> type:
-    _, *names = [*inspect.signature(plain.forward).parameters] or ["self"]  # type: ignore[attr-defined]
-    first = names[0] if names else "input"
+    parameters = inspect.signature(plain.forward).parameters.values()  # type: ignore[attr-defined]
+    placed = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = {*placed[1:2], "input"}  # of the hidden states; self comes before
 
     def eager(self: Any, *args: Any, **kwargs: Any) -> Any:
         if deferral._parallel is not None:
@@ -90,8 +91,8 @@ def _deferring(plain: type, deferral: Deferral) -> type:
         return plain.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and first in kwargs:
-            args = (kwargs.pop(first),)
+        if not args:
+            args = tuple(kwargs.pop(name) for name in names & kwargs.keys())
         # A hook may still call this after undo().
         floating = len(args) > 0 and isinstance(args[0], Tensor) and args[0].is_floating_point()
         if deferral._class is None or not self.training or not floating:

@@ -266,17 +266,26 @@ class OtherName(nn.Linear):
         return F.linear(hidden_states, self.weight, self.bias)
 
 
+class AnyArguments(nn.Linear):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
 class CallsByName(nn.Module):
-    def __init__(self):
+    def __init__(self, head, name):
         super().__init__()
-        self.lm_head = OtherName(D, V)
+        self.lm_head, self.name = head(D, V), name
 
     def forward(self, x):
-        return self.lm_head(hidden_states=x)
+        return self.lm_head(**{self.name: x})
 
 
-def test_head_called_by_a_name_of_its_own():
-    model, x = CallsByName(), torch.randn(5, D)
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [(OtherName, "hidden_states"), (AnyArguments, "input")],
+)
+def test_head_called_by_a_name_of_its_own(head, name):
+    model, x = CallsByName(head, name), torch.randn(5, D)
     expected = F.cross_entropy(model(x), torch.arange(5))
     with lowtide.defer_logits(model, head=model.lm_head) as deferral:
         loss = F.cross_entropy(model(x), torch.arange(5))
@@ -284,7 +293,17 @@ def test_head_called_by_a_name_of_its_own():
     close([loss.detach()], [expected.detach()], dtype=torch.float32)
 
 
-@pytest.mark.parametrize("wrap", ["spectral norm", "dropout of the weight", "weight norm"])
+class LowRank(nn.Module):
+    """W = A B, whose parts have other sizes than W."""
+
+    def forward(self, a, b):
+        return a @ b
+
+    def right_inverse(self, weight):
+        return weight[:, :3], torch.ones(3, weight.shape[1])
+
+
+@pytest.mark.parametrize("wrap", ["spectral norm", "dropout of the weight", "weight norm", "low rank"])
 def test_weight_computed_once(wrap):
     """A second computation would move the buffers of spectral_norm and the random generator."""
     losses = []
@@ -295,11 +314,13 @@ def test_weight_computed_once(wrap):
             head = nn.utils.parametrizations.spectral_norm(head)
         elif wrap == "weight norm":
             head = nn.utils.parametrizations.weight_norm(head)
+        elif wrap == "low rank":
+            nn.utils.parametrize.register_parametrization(head, "weight", LowRank())
         else:
             nn.utils.parametrize.register_parametrization(head, "weight", nn.Dropout(0.5))
-        if defers:
-            lowtide.defer_logits(head, head=head)
+        deferral = lowtide.defer_logits(head, head=head) if defers else None
         torch.manual_seed(1)
         x, targets = torch.randn(5, D), torch.randint(V, (5,))
         losses += [F.cross_entropy(head(x), targets).detach() for _ in range(3)]
+    assert (deferral.fused, deferral.materialized) == (3, {})
     close(losses[3:], losses[:3], dtype=torch.float32)

@@ -4,7 +4,9 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
+from lowtide.core import torch_private
 from lowtide.deferred.recorded.functions import describe_function, in_function, running_forwards
 from lowtide.deferred.recorded.reporting import Counts
 
@@ -30,6 +32,8 @@ class HeadCall:
         """The mesh over which tensor parallelism divides the classes; None without."""
         self.placements: tuple[Any, ...] = ()
         """The placements that a DTensor of these logits would have."""
+        self.checkpoint = running_checkpoint()
+        """What tells the checkpoint around the call from others; None without."""
         forwards: list[FrameType | None] = list(running_forwards()) or [None]
         self.forward = forwards[0]
         """The frame of the innermost autograd.Function's forward around the call, if any."""
@@ -44,3 +48,12 @@ class HeadCall:
                 if needs_grad:
                     self.function, self.left = function, forward
                     break
+
+
+def running_checkpoint() -> Any:
+    """Return the hook of the innermost checkpoint that is not reentrant, in either of its runs."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch_private.top_saved_tensors_hooks(True)
+    of_checkpoint = hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
+    return hooks[0] if of_checkpoint else None

@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
-from lowtide.core import torch_private
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Node
 from lowtide.deferred.recorded.functions import describe_function, in_function, is_running, running_forwards
 from lowtide.deferred.recorded.handlers import HANDLERS
-from lowtide.deferred.recorded.head_call import HeadCall, Storage
+from lowtide.deferred.recorded.head_call import HeadCall, Storage, running_checkpoint
 from lowtide.deferred.recorded.proxy import Proxy, flat, is_in_place, is_torchs, replaced, spelled
 
 # These are read from a meta tensor of the same shape, dtype and strides.
@@ -195,20 +193,26 @@ class DeferredLogits(Proxy):
             node = expression.with_first_input(node, counted)
             tensor = expression.evaluate(node).reshape(*self.rows, self.classes)
             tensor = _laid_like(self.meta, tensor.movedim(-1, self.class_dim))
-        if not in_checkpoint():
+        if not self.in_other_checkpoint:
             self.tensor = tensor
             self.storage.made += 1
         return tensor
 
     @property
     def known(self) -> Tensor | None:
-        """Return the tensor if it has been materialised, but None within a checkpoint.
-
-        The two runs of a checkpoint must save the same tensors, and the logits may be materialised
-        between the two.
-        """
-        recomputes = self.tensor is not None and self.storage.changed is None and in_checkpoint()
+        """Return the tensor if it has been materialised, but None in another checkpoint."""
+        recomputes = self.tensor is not None and self.storage.changed is None and self.in_other_checkpoint
         return None if recomputes else self.tensor
+
+    @property
+    def in_other_checkpoint(self) -> bool:
+        """Return True within a checkpoint that the call of the head was not in.
+
+        Its two runs must save the same tensors, and the logits may be materialised between the two.
+        So they are materialised anew there.
+        """
+        checkpoint = running_checkpoint()
+        return checkpoint is not None and checkpoint is not self.head_call.checkpoint
 
     def materialize(self) -> Tensor:
         """Return the tensor, for code that accepts only a tensor."""
@@ -223,6 +227,11 @@ class DeferredLogits(Proxy):
             RuntimeError: torch refuses the change, or other logits that should change with these
                 have been materialised already.
         """
+        if self.in_other_checkpoint:
+            raise RuntimeError(
+                f"{operation} would change, in a checkpoint, logits that were made outside of it; use its "
+                "form that is not in place, or call the head in the checkpoint"
+            )
         if self.one_of_several:
             raise RuntimeError(
                 f"{operation} would change one of several views that were made by one call (split, chunk, "
@@ -301,14 +310,6 @@ class DeferredLogits(Proxy):
 
     def __deepcopy__(self, memo: Any) -> "DeferredLogits":
         return self.detach()
-
-
-def in_checkpoint() -> bool:
-    """Return True within a checkpoint of torch that is not reentrant, in either of its runs."""
-    if torch.compiler.is_compiling():
-        return False
-    hooks = torch_private.top_saved_tensors_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
 
 
 def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ from lowtide.ops.linear_cross_entropy.ranks.messages import telling_errors
 
 def distillation(heads: Heads, options: DistillationOptions) -> Tensor:
     """Compute the divergence, with gradients for the student's tensors that require one."""
-    heads, tracked = heads.with_aligned_operands(options), torch.is_grad_enabled()
+    heads = heads.with_aligned_operands(options) if heads.device.type == "cuda" else heads
+    tracked = torch.is_grad_enabled()
     needs_grad = [tracked and each is not None and each.requires_grad for each in heads.student]
     loss: Tensor = _Distillation.apply(options.with_graph_facts(heads, needs_grad), needs_grad, *heads)
     return loss

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.strides import aligned_copy, copies_rows, needs_aligned_copy
+from lowtide.core.strides import aligned, copies_rows
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard, capped, compute_dtype
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_bytes, may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.requirements import uses_units
@@ -66,14 +66,12 @@ class Heads(NamedTuple):
 
     def with_aligned_operands(self, options: "DistillationOptions") -> "Heads":
         """Return the same heads with copies of the operands that GEMMs on CUDA read slowly."""
-        if self.device.type != "cuda":
-            return self
-        copies = {}
-        for side, dtype in (("student", options.student_dtype), ("teacher", options.teacher_dtype)):
-            for name in (f"{side}_input", f"{side}_weight"):
-                if needs_aligned_copy(operand := getattr(self, name), dtype):
-                    copies[name] = aligned_copy(operand)
-        return self._replace(**copies) if copies else self
+        return self._replace(
+            student_input=aligned(self.student_input, options.student_dtype),
+            student_weight=aligned(self.student_weight, options.student_dtype),
+            teacher_input=aligned(self.teacher_input, options.teacher_dtype),
+            teacher_weight=aligned(self.teacher_weight, options.teacher_dtype),
+        )
 
     def detached_teacher(self) -> "Heads":
         """Return the same heads with a teacher that autograd does not follow."""

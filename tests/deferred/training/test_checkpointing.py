@@ -128,3 +128,39 @@ def test_logits_made_real_beside_a_checkpoint(what, before):
     with lowtide.defer_logits(model), warnings.catch_warnings():
         warnings.simplefilter("ignore", RealLogitsWarning)
         close(gradients(), expected)
+
+
+@pytest.mark.parametrize("change", ["__setitem__", "div_"])
+def test_change_in_place_within_one_checkpoint(change):
+    """Logits that the head makes in a checkpoint, and code changes there, change in both runs."""
+    model, tokens, targets = make()
+
+    def loss(tokens):
+        logits = model(tokens)[0]
+        if change == "div_":
+            logits.div_(2)
+        else:
+            logits[..., 3] = -100
+        return F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
+
+    def gradients():
+        model.zero_grad()
+        value = checkpoint(loss, tokens, use_reentrant=False)
+        value.backward()
+        return [value.detach(), *(each.grad.clone() for each in model.parameters())]
+
+    expected = gradients()
+    with lowtide.defer_logits(model) as deferral, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RealLogitsWarning)
+        close(gradients(), expected)
+    assert sum(deferral.materialized.values()) == 2  # once in each run
+
+
+def test_change_in_place_of_logits_made_outside_the_checkpoint():
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RealLogitsWarning)
+        logits = model(tokens)[0]
+        logits.sin()
+        with pytest.raises(RuntimeError, match="clamp_ would change, in a checkpoint, logits"):
+            checkpoint(lambda z: z.clamp_(-0.1, 0.1).sum(), logits, use_reentrant=False)

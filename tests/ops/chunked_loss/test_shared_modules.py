@@ -101,3 +101,17 @@ def test_parameters_stay(call):
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)
     assert all(each.grad is not None for each in model.parameters())
+
+
+class OwnNames(nn.Linear):
+    """A layer that lists its parameters in a way of its own."""
+
+    def named_parameters(self, prefix="", recurse=True):
+        yield from super().named_parameters(prefix, recurse)
+
+
+def test_layer_with_named_parameters_of_its_own():
+    head = nn.Sequential(OwnNames(D, V))
+    hidden, labels = torch.randn(N, D), torch.ones(N, dtype=torch.long)
+    chunked_loss(partial(F.cross_entropy, reduction="sum"), head, hidden, labels).backward()
+    assert head[0].weight.grad is not None

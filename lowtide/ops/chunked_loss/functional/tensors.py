@@ -61,7 +61,7 @@ class Functional:
         self._parameters = {
             f"{path}.{name}": self._places[id(parameter)]
             for path, module in self._stage.named_modules()
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            for name, parameter in module._parameters.items()
             if id(parameter) in learned
         }
 

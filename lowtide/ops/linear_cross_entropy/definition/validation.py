@@ -151,19 +151,16 @@ def check_normalizer(normalizer: object, reduction: str, input: Tensor) -> None:
             "normalizer is what reduction='mean' divides the sum by in place of its own count, got it with "
             f"reduction={reduction!r}; leave reduction out, or leave normalizer out and divide the result"
         )
-    check_divisor("normalizer", normalizer, input)
+    check_divisor("normalizer", normalizer, input, "; pass lowtide.tokens_per_rank(target), or leave it out")
 
 
-def check_divisor(name: str, normalizer: object, input: Tensor) -> None:
+def check_divisor(name: str, normalizer: object, input: Tensor, hint: str = "") -> None:
     """Check that a divisor of a sum is a number above 0, or a 0-d tensor without a gradient."""
     if not isinstance(normalizer, Tensor):
         if not torch.compiler.is_compiling():  # a look at an integer's bits would compile each value anew
             check_number(name, normalizer)
         if not 0 < normalizer < math.inf:  # type: ignore[operator]
-            raise ArgumentError(
-                f"{name} must be a finite number above 0, got {normalizer}; "
-                "pass lowtide.tokens_per_rank(target), or leave it out"
-            )
+            raise ArgumentError(f"{name} must be a finite number above 0, got {normalizer}{hint}")
         return
     check_tensors({name: normalizer})
     if normalizer.dim() != 0 or normalizer.is_complex() or normalizer.dtype == torch.bool:
@@ -176,8 +173,7 @@ def check_divisor(name: str, normalizer: object, input: Tensor) -> None:
     _refuse_gradient(name, normalizer)
     if can_be_read(normalizer) and not 0 <= normalizer.item() < math.inf:
         raise ArgumentError(
-            f"{name} must be a finite number above 0, or 0 for no token, got {normalizer.item()}; "
-            "pass lowtide.tokens_per_rank(target), or leave it out"
+            f"{name} must be a finite number above 0, or 0 for no token, got {normalizer.item()}{hint}"
         )
 
 

@@ -266,13 +266,21 @@ def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
     of_number = 8 if options.sharded else access.dtype.itemsize if counts.one_product_row else 0
     rows = of_number * counts.N * counts.D
     workspace = granted_bytes(options.workspace, options.dense, counts, rows=rows)
-    fitted = counts.with_smaller_products(workspace) if options.few_tokens else counts
-    if options.few_tokens and fitted.one_chunk <= workspace:
-        counts = fitted
-    else:
-        rows = counts.product_rows
-        fewest = min(FEWEST_ROWS_OF_PART, rows // 2)
-        while rows > fewest and PRODUCT_PART * rows * counts.product > workspace:
-            rows //= 2
-        counts = replace(counts, product_rows=rows)
-    return access, workspace, counts
+    usual = counts if options.few_tokens else replace(counts, product_rows=_usual_rows(counts, workspace))
+    fitted = usual.with_smaller_products(workspace - (counts.one_chunk_and_sum - counts.one_chunk))
+    if fitted.one_chunk_and_sum <= workspace:
+        return access, workspace, fitted
+    if options.few_tokens:
+        fitted = counts.with_smaller_products(workspace)
+        if fitted.one_chunk <= workspace:
+            return access, workspace, fitted
+    return access, workspace, replace(counts, product_rows=_usual_rows(counts, workspace))
+
+
+def _usual_rows(counts: ByteCounts, workspace: int) -> int:
+    """Return the rows of a GEMM that forms dX where not all tokens are one chunk."""
+    rows = counts.product_rows
+    fewest = min(FEWEST_ROWS_OF_PART, rows // 2)
+    while rows > fewest and PRODUCT_PART * rows * counts.product > workspace:
+        rows //= 2
+    return rows

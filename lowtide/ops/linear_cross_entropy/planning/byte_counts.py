@@ -220,6 +220,11 @@ class ByteCounts:
         chunk = self.single_product() if self.one_product_row else self.chunk(self.N)
         return self.fixed + self.smallest_copy + chunk
 
+    @property
+    def one_chunk_and_sum(self) -> int:
+        """Return the bytes of a call with one chunk of all tokens, and any sum that dW needs."""
+        return self.one_chunk + (0 if self.one_product_row else self.packed_sum or self.weight_sum)
+
     def with_smaller_products(self, workspace: int) -> "ByteCounts":
         """Return the counts with fewer rows per dX GEMM, until one chunk fits in the workspace.
 

@@ -9,7 +9,7 @@ import torch
 
 from lowtide.core.strides import (
     address,
-    aligned_copy,
+    aligned,
     copies_rows,
     lies_by_rows,
     maps_input,
@@ -46,10 +46,7 @@ def with_aligned_operands(head: Head, options: Options) -> Head:
     """
     if not needs_aligned_copies(head, options):
         return head
-    operands = [
-        aligned_copy(each) if needs_aligned_copy(each, options.compute_dtype) else each
-        for each in (*head.inputs, *head.weights)
-    ]
+    operands = (aligned(each, options.compute_dtype) for each in (*head.inputs, *head.weights))
     return head.of([*operands, head.bias, head.scale])
 
 

@@ -10,9 +10,13 @@ import torch
 
 import lowtide
 from lowtide.core.strides import needs_aligned_copy
+from lowtide.memory import peak_memory
+from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.planning.operands import needs_aligned_copies, with_aligned_operands
+from tests.conftest import ON_CUDA_ALONE
 from tests.support.extended import all_extended_but
+from tests.support.graphs import needs_tracing
 from tests.support.loss import check, differentiate, fused, make_inputs, skip_unless_runnable
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -114,3 +118,55 @@ def test_derivatives_of_higher_order(device):
 
     found, expected = loss("triton"), loss("reference")
     assert (found.double() - expected.double()).norm() <= 2e-2 * expected.double().norm()
+
+
+@needs_tracing
+@pytest.mark.parametrize("leading", [(), (2,)], ids=str)
+@pytest.mark.parametrize("D", [19, 24])
+def test_graph_for_a_number_of_tokens_that_data_decides(D, leading):
+    """As of `hidden[mask]`, the tokens that count: no decision may depend on their number."""
+    skip_unless_runnable("triton", "cpu")
+    x, w = torch.randn(16, *leading, D, dtype=BF16), torch.randn(40, D, dtype=BF16)
+    targets, mask = torch.randint(40, (16, *leading)), torch.arange(16) % 3 > 0
+
+    def loss(x, w, targets, mask):
+        return lowtide.linear_cross_entropy(x[mask], w, targets[mask], backend="triton")
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        found = torch.compile(loss, fullgraph=True, backend="eager")(x, w, targets, mask)
+    torch.testing.assert_close(found, loss(x, w, targets, mask))
+
+
+def test_heads_of_distillation():
+    """On CUDA; here what is copied, and that gradients are cut to size."""
+    x, w = torch.randn(5, 19, dtype=BF16, requires_grad=True), torch.randn(V, 19, dtype=BF16)
+    teacher = torch.randn(5, 24, dtype=BF16), torch.randn(V, 24, dtype=BF16)
+    heads = Heads(x, w, None, *teacher, None, None)
+    options = DistillationOptions(0.0, student_dtype=BF16, teacher_dtype=BF16)
+    copied = heads.with_aligned_operands(options)
+    assert copied.student_input.shape == (5, 24)
+    assert copied.student_weight.shape == (V, 24)
+    assert copied.teacher_input is teacher[0]
+    assert copied.teacher_weight is teacher[1]
+    (gradient,) = torch.autograd.grad(copied.student_input.sum(), x)
+    assert torch.equal(gradient, torch.ones_like(x))
+
+
+@ON_CUDA_ALONE
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_memory_of_copies(device, reduction):
+    """The copies, what the workspace says, and the gradients before and after they are cut."""
+    N, D, V = 512, 257, 4096
+    x, w = (torch.randn(rows, D, device=device, dtype=BF16, requires_grad=True) for rows in (N, V))
+    targets, workspace = torch.randint(V, (N,), device=device), 32 << 20
+
+    def step():
+        loss = lowtide.linear_cross_entropy(x, w, targets, reduction=reduction, workspace=workspace)
+        return torch.autograd.grad(loss.sum(), (x, w))
+
+    step()
+    with peak_memory(device) as peak:
+        step()
+    padded = 2 * 264 * (N + V)
+    assert peak.bytes <= workspace + 3 * padded + 4 * N

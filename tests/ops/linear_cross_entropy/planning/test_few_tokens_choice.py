@@ -12,10 +12,11 @@ from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
 from lowtide.ops.linear_cross_entropy.planning import remembered, requirements
-from lowtide.ops.linear_cross_entropy.planning.division.workspace import ROOM
 from tests.support.extended import all_extended_but
 
 pytest.importorskip("triton")
+
+MOST_BESIDE = 64 << 20  # what a call may hold beyond the dense computation, by the documents
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def test_few_tokens(shape):
     engine, way, reasons, held = choice(*shape)
     assert (engine, way) == ("logits_triton", "single_product")
     assert "predicted" in reasons["exponentials"]
-    assert 2 * N * V <= held <= max(6 * N * V - 2 * (N + V) * D, 2 * N * V) + 256 * (N + D + V) + ROOM["cuda"]
+    assert 2 * N * V <= held <= max(6 * N * V - 2 * (N + V) * D, 2 * N * V) + 256 * (N + D + V) + MOST_BESIDE
 
 
 @pytest.mark.parametrize("shape", MANY)
@@ -126,7 +127,7 @@ def test_wide_heads_take_three_products(smoothing):
             assert way == "single_product" or (way == "packed" and 16 * N > V), (N, D, V, way)
             # What the dense computation holds is no less than 2 N V.
             dense = max(6 * N * V - 2 * (N + V) * D, 2 * N * V)
-            assert held <= dense + ROOM["cuda"] + 256 * (N + D + V) + 2 * N * D, (N, D, V)
+            assert held <= dense + MOST_BESIDE + 256 * (N + D + V) + 2 * N * D, (N, D, V)
 
 
 @pytest.mark.parametrize(("N", "D", "V"), [(4096, 8192, 32000), (2048, 8192, 16384)])
@@ -142,7 +143,7 @@ def test_rows_of_a_small_product():
     assert held >= 2 * 256 * 250880 + 4 * 256 * 14336
 
 
-@pytest.mark.parametrize(("N", "D", "V"), [(2048, 8192, 4096), (8192, 8192, 16384)])
+@pytest.mark.parametrize(("N", "D", "V"), [(4096, 8192, 8192), (8192, 16384, 16384)])
 def test_as_many_tokens_as_half_of_the_classes(N, D, V):
     """In place of class blocks the engine of logits takes its single GEMM."""
     assert choice(N, D, V)[:2] == ("logits_triton", "single_product")
@@ -159,7 +160,7 @@ def test_rank_of_a_divided_head(N, D, V, dtype, tokens_sharded):
     own = N // 8 if tokens_sharded else N
     _, _, _, held = choice(own, D, V, dtype=dtype, **shard)
     dense = max(3 * dtype.itemsize * N * V - dtype.itemsize * (N + V) * D, dtype.itemsize * N * V)
-    assert held <= dense + 8 * N * D + ROOM["cuda"] + 256 * (N + D + V)
+    assert held <= dense + 8 * N * D + MOST_BESIDE + 256 * (N + D + V)
 
 
 @pytest.mark.parametrize(
@@ -182,3 +183,22 @@ def test_many_tokens_take_a_sum_in_several_chunks_alone(monkeypatch, shape, way)
     N, D, V = shape
     if way == "single_product":
         assert held <= 2 * N * V * 65 / 64 + (34 << 20) + 2 * N * D + 256 * (N + D + V)
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "V"),
+    [(2048, 2048, 4096), (4096, 4096, 8192), (1024, 8192, 2832), (4096, 8192, 4096), (4096, 2048, 1024)],
+)
+def test_small_call_is_one_chunk(N, D, V):
+    """With a sum in 24 bits; by 20 bits each further chunk would round what it adds."""
+    with FakeTensorMode():
+        tensors = [torch.empty(rows, D, dtype=torch.bfloat16, device="cuda") for rows in (N, V)]
+        head, target = Head((tensors[0],), (tensors[1],)), torch.empty(N, dtype=torch.long, device="cuda")
+        kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
+        options = planner.with_graph_facts(head, Options(compute_dtype=torch.bfloat16), kind)
+        made = planner.make_plan(head, options, kind)
+        held = planner.peak_bytes(head, options, kind)
+    assert (made.engine, made.weight_gradient, made.rows) == ("exponentials", "packed", N)
+    assert made.sum_bits == 24
+    dense = max(6 * N * V - 2 * (N + V) * D, 2 * N * V)
+    assert held <= dense + MOST_BESIDE + 256 * (N + D + V)

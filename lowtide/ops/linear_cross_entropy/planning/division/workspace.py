@@ -16,9 +16,8 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
 # The default is at least ROOM bytes larger than the smallest workspace if the plan would otherwise
 # take few rows (less than ROWS or N / CHUNKS, whichever is more) or fewer than CLASSES classes at a
-# time. Such a plan was 10 to 100 times slower on the CPU. With ROOM a call takes at most 1.5 times
-# as long as with the whole default. A call may exceed the dense computation's bytes by as many, so
-# that it is one chunk.
+# time. Such a plan was 10 to 100 times slower on the CPU, and with ROOM at most 1.5 times. A call
+# may exceed the dense computation's bytes by as many, so that it is one chunk (decision 0092).
 ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 64 * MIB}, 32, 64, 128
 # Bytes per token, per feature and per class of the vectors that a call holds.
 BESIDE = {"cpu": 128, "cuda": 256}  # decisions 0074 and 0090
@@ -51,10 +50,10 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     if counts.one_product_row or on_cuda:
         numbers = BESIDE[counts.device] * (counts.N + counts.D + counts.V)
         most_held = dense + ROOM[counts.device] + numbers + (rows if on_cuda else 0)
-        one_chunk = [counts.with_smaller_products(0).one_chunk + _sum_beside(counts)]
+        one_chunk = [counts.with_smaller_products(0).one_chunk_and_sum]
         if may_skip(counts):
             # Parts of dX's tiles may take more than a small product.
-            one_chunk.append(counts.of_skipping().one_chunk + _sum_beside(counts))
+            one_chunk.append(counts.of_skipping().one_chunk_and_sum)
         dense = max([dense, *(each for each in one_chunk if each <= most_held)])
     smallest = counts.smallest_workspace
     limited = min(most, max(dense, smallest + LEAST_ROOM[counts.device]))
@@ -64,11 +63,6 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     if _has_large_pieces(tiling, counts) and not one_more:
         return limited
     return min(most, max(limited, smallest + ROOM[counts.device]))
-
-
-def _sum_beside(counts: ByteCounts) -> int:
-    """Return the bytes of the smallest sum of dW beside one chunk; 0 for a single GEMM."""
-    return 0 if counts.one_product_row else counts.packed_bytes(20) or counts.weight_sum
 
 
 def _has_large_pieces(tiling: Tiling, counts: ByteCounts) -> bool:
