@@ -122,7 +122,7 @@ def _find_gathered(parameter: Any) -> tuple[Any, Any]:
 
 
 def _end_forward(state: Any, record: Any) -> bool:
-    """Count the use of a parameter as the forward of its module; return True if the unit's forward ends.
+    """Count the use of a parameter as its module's forward; return True if the unit's forward ends.
 
     In torch 2.11 the forward of a unit of several modules ends after the last of them. Without
     this a unit of the last norm and the head would wait for the head beyond the step: its
