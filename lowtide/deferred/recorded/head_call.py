@@ -55,5 +55,5 @@ def running_checkpoint() -> Any:
     if torch.compiler.is_compiling():
         return None
     hooks = torch_private.top_saved_tensors_hooks(True)
-    of_checkpoint = hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
-    return hooks[0] if of_checkpoint else None
+    module = None if hooks is None else getattr(hooks[0], "__module__", None)
+    return hooks[0] if module == torch.utils.checkpoint.__name__ else None

@@ -267,9 +267,10 @@ def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
     rows = of_number * counts.N * counts.D
     workspace = granted_bytes(options.workspace, options.dense, counts, rows=rows)
     usual = counts if options.few_tokens else replace(counts, product_rows=_usual_rows(counts, workspace))
-    fitted = usual.with_smaller_products(workspace - (counts.one_chunk_and_sum - counts.one_chunk))
-    if fitted.one_chunk_and_sum <= workspace:
-        return access, workspace, fitted
+    if options.dense is not None:  # else the number of tokens may be a symbol
+        fitted = usual.with_smaller_products(workspace - (counts.one_chunk_and_sum - counts.one_chunk))
+        if fitted.one_chunk_and_sum <= workspace:
+            return access, workspace, fitted
     if options.few_tokens:
         fitted = counts.with_smaller_products(workspace)
         if fitted.one_chunk <= workspace:
