@@ -37,7 +37,7 @@ def test_change_of_a_copy(copy):
 
 
 def test_change_of_the_logits_themselves():
-    """What was computed of them before the change keeps its value; a view changes with them."""
+    """Results computed before the change keep their values; a view changes with the logits."""
     model, tokens, _ = make()
 
     def use(model):

@@ -33,7 +33,7 @@ class HeadCall:
         self.placements: tuple[Any, ...] = ()
         """The placements that a DTensor of these logits would have."""
         self.checkpoint = running_checkpoint()
-        """What tells the checkpoint around the call from others; None without."""
+        """Tells the checkpoint around the call from others; None without one."""
         forwards: list[FrameType | None] = list(running_forwards()) or [None]
         self.forward = forwards[0]
         """The frame of the innermost autograd.Function's forward around the call, if any."""

@@ -190,7 +190,7 @@ def test_many_tokens_take_a_sum_in_several_chunks_alone(monkeypatch, shape, way)
     [(2048, 2048, 4096), (4096, 4096, 8192), (1024, 8192, 2832), (4096, 8192, 4096), (4096, 2048, 1024)],
 )
 def test_small_call_is_one_chunk(N, D, V):
-    """With a sum in 24 bits; by 20 bits each further chunk would round what it adds."""
+    """A small call has a sum in 24 bits; by 20 each further chunk would round what it adds."""
     with FakeTensorMode():
         tensors = [torch.empty(rows, D, dtype=torch.bfloat16, device="cuda") for rows in (N, V)]
         head, target = Head((tensors[0],), (tensors[1],)), torch.empty(N, dtype=torch.long, device="cuda")
@@ -202,3 +202,18 @@ def test_small_call_is_one_chunk(N, D, V):
     assert made.sum_bits == 24
     dense = max(6 * N * V - 2 * (N + V) * D, 2 * N * V)
     assert held <= dense + MOST_BESIDE + 256 * (N + D + V)
+
+
+@pytest.mark.parametrize(
+    ("V", "way"), [(4096, ("exponentials", "packed")), (8192, ("logits_triton", "single_product"))]
+)
+def test_no_sum_in_20_bits_in_place_of_one_product(V, way):
+    """A call without room for one chunk and a sum in 24 bits takes one product of logits."""
+    with FakeTensorMode():
+        x, w = (torch.empty(rows, 8192, dtype=torch.bfloat16, device="cuda") for rows in (1024, V))
+        head, target = Head((x,), (w,)), torch.empty(1024, dtype=torch.long, device="cuda")
+        kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
+        given = Options(compute_dtype=torch.bfloat16, label_smoothing=0.1)
+        made = planner.make_plan(head, planner.with_graph_facts(head, given, kind), kind)
+    assert (made.engine, made.weight_gradient) == way
+    assert (made.rows, made.sum_bits) == (1024, 24)

@@ -16,9 +16,11 @@ DEFAULT_WORKSPACE = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 LEAST_ROOM = {"cpu": 1 << 16, "cuda": 1 << 17}
 # The default is at least ROOM bytes larger than the smallest workspace if the plan would otherwise
 # take few rows (less than ROWS or N / CHUNKS, whichever is more) or fewer than CLASSES classes at a
-# time. Such a plan was 10 to 100 times slower on the CPU, and with ROOM at most 1.5 times. A call
-# may exceed the dense computation's bytes by as many, so that it is one chunk (decision 0092).
-ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 64 * MIB}, 32, 64, 128
+# time. Such a plan was 10 to 100 times slower on the CPU. With ROOM a call takes at most 1.5 times
+# as long as with the whole default.
+ROOM, ROWS, CHUNKS, CLASSES = {"cpu": 4 * MIB, "cuda": 16 * MIB}, 32, 64, 128
+# The most bytes by which a call may exceed the dense computation's so that it is one chunk.
+OF_ONE_CHUNK = {"cpu": 4 * MIB, "cuda": 64 * MIB}  # decision 0092
 # Bytes per token, per feature and per class of the vectors that a call holds.
 BESIDE = {"cpu": 128, "cuda": 256}  # decisions 0074 and 0090
 
@@ -39,8 +41,8 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     logits' size. A chunk of all tokens holds such a tensor too, and beside it some rows of dX in
     float32, or parts of its tiles, and perhaps a sum of dW. These are granted (decisions 0074, 0084
     and 0092), because several chunks and other ways to form dW take several times as long. They may
-    take ROOM, BESIDE for each number and, on CUDA, `rows` bytes for rows that the dense computation
-    does not hold.
+    take OF_ONE_CHUNK, BESIDE for each number and, on CUDA, `rows` bytes for rows that the dense
+    computation does not hold.
     """
     beside = counts.further_terms + (counts.weight_sum if counts.device == "cuda" else 0)
     most = workspace_bytes(workspace, counts.device, beside)
@@ -49,7 +51,7 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     on_cuda = counts.device == "cuda"
     if counts.one_product_row or on_cuda:
         numbers = BESIDE[counts.device] * (counts.N + counts.D + counts.V)
-        most_held = dense + ROOM[counts.device] + numbers + (rows if on_cuda else 0)
+        most_held = dense + OF_ONE_CHUNK[counts.device] + numbers + (rows if on_cuda else 0)
         one_chunk = [counts.with_smaller_products(0).one_chunk_and_sum]
         if may_skip(counts):
             # Parts of dX's tiles may take more than a small product.

@@ -216,7 +216,7 @@ def test_memory_matches_plan(
 
 @pytest.mark.parametrize("kind", ["accumulate"])
 def test_memory_matches_plan_no_grad(device, silent, plans, kind):  # noqa: F811
-    """Of a chunk nothing is left when the next is made, nor copies of its rows."""
+    """Nothing of a chunk is left when the next is made, nor copies of its rows."""
     if device == "cuda":
         pytest.skip("test_exponentials_modes.py has the card's own sizes")
     N, D, V = 1200, 512, 1504
