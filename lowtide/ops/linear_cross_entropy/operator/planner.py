@@ -100,7 +100,7 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
     target's logit, about -1, to bfloat16. So there it runs only in place of class blocks.
     """
     head, options = call.head, call.options
-    if options.sharded or head.by_position or not may_depend_on_tokens(head.tokens):
+    if options.sharded or head.by_position or not may_depend_on_tokens(head.tokens) or not head.tokens:
         return None
     facts = options._replace(few_tokens=chosen.few_tokens, dense=chosen.dense)
     of_logits, of_exponentials = (

@@ -136,10 +136,10 @@ def test_log_probs_of_two_terms(device, taken, options, scale):
 
 @pytest.mark.parametrize("widths", [(16, 16, 8), (8, 80), (24, 4)])
 def test_terms_unsupported(device, taken, widths):
-    """They take the other one, and are as exact."""
+    """They take the other one, and are as exact. In half precision 4 features are padded to 8."""
     inputs = make_inputs(9, sum(widths), 31, device=device, dtype=dtype_on(device))
     check(differentiate(in_terms(cross_entropy, widths), inputs, backend="triton"), inputs)
-    assert not taken
+    assert set(taken) == ({2} if widths == (24, 4) and device == "cuda" else set())
 
 
 # One product of all tokens.

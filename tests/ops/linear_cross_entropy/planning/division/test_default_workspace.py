@@ -5,6 +5,7 @@ Shapes: N tokens, D features, V classes, P positions.
 """
 
 import contextlib
+import itertools
 import random
 
 import pytest
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
+from lowtide.core.errors import ArgumentError
 from lowtide.memory import peak_memory
 from lowtide.ops import distillation
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
@@ -204,6 +206,29 @@ def test_plan_within_dense_on_cuda(backend, hopper, monkeypatch):
             held = planner.peak_bytes(head, options, call_kind) - copies
             assert held <= dense + OF_ONE_CHUNK["cuda"] + OF_A_NUMBER["cuda"] * (N + D + V)
             assert held <= DEFAULT_WORKSPACE["cuda"] + 4 * D * V
+
+
+@pytest.mark.parametrize("log_probs", [False, True])
+@pytest.mark.parametrize(("backend", "hopper"), ENGINES)
+def test_plan_of_least_sizes_on_cuda(backend, hopper, log_probs, monkeypatch):
+    """Without tokens, or with one token, class or feature, a plan fits the workspace."""
+    if backend == "auto":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: hopper)
+    with FakeTensorMode():
+        for N, D, V in itertools.product((0, 1, 2, 300), (1, 8, 192), (1, 2, 7, 1000)):
+            for dtype, wanted in itertools.product((torch.float32, *HALVES), (True, False)):
+                x, w = (torch.empty(length, D, dtype=dtype, device="cuda") for length in (N, V))
+                target = torch.empty(N, dtype=torch.long, device="cuda")
+                head = Head((x,), (w,))
+                grads = (True, wanted, False, False)
+                call_kind = call_kind_of(head, target, None, grads, log_probs=log_probs)
+                for workspace in (None, 8519, 1 << 20):
+                    options = Options(compute_dtype=dtype, backend=backend, workspace=workspace)
+                    options = planner.with_graph_facts(head, options, call_kind)
+                    with contextlib.suppress(ArgumentError):  # too small a workspace
+                        plan = planner.make_plan(head, options, call_kind)
+                        assert planner.peak_bytes(head, options, call_kind) <= plan.workspace
 
 
 def test_large_call_keeps_default(monkeypatch):
