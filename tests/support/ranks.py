@@ -39,6 +39,7 @@ RANKS = 2
 DEVICE = "cpu"  # the device of this rank's tensors; set it before importing the module with its scenarios
 Result = dict[str, Any]
 LONGEST = 300  # seconds that a scenario on a card takes before its process says where it is
+LIMIT = 400  # seconds that the scenarios of a test take before their processes are killed
 # Imported once in each process of tests, by the server that all its ranks are forked from: these
 # imports take longer than most scenarios.
 IMPORTED = [
@@ -123,7 +124,7 @@ def _run(
 ) -> list[int | None]:
     """Call a function in one process for each rank, and return their statuses."""
     processes = _started(function, given, method, interpreted)
-    end = time.monotonic() + 200
+    end = time.monotonic() + LIMIT
     try:
         for process in processes:
             process.join(max(0, end - time.monotonic()))
