@@ -23,6 +23,8 @@ METHOD = "_lowtide_method"
 MARK = "_lowtide_tokens_differ"  # attribute that marks a parameter, or the mesh, of lowtide.shard_head
 RESHAPED = "_lowtide_parameter"  # attribute that marks a parameter in another shape
 
+PLAIN = frozenset({Tensor, nn.Parameter})
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -152,6 +154,8 @@ def gathers_head(function: Function) -> Function:
     @functools.wraps(function)
     def run(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
         bias = options.get("linear_bias")
+        if _in_no_unit(linear_weight, bias):
+            return function(input, linear_weight, target, **options)
         refuse_unreduced("linear_weight", linear_weight)
         refuse_unreduced("linear_bias", bias)
         place, bias_place = find_sharded(linear_weight), find_sharded(bias)
@@ -184,6 +188,17 @@ def gathers_head(function: Function) -> Function:
         return run_in_unit(place.unit, (input,), gathered)
 
     return run  # type: ignore[return-value]
+
+
+def _in_no_unit(*tensors: Tensor | None) -> bool:
+    """Return True if the tensors are plain leaves, and FSDP2 shards no module of this process."""
+    if torch.compiler.is_compiling():  # Dynamo reads no grad_fn
+        return False
+    for each in tensors:
+        if each is not None and (type(each) not in PLAIN or each.grad_fn is not None):
+            return False
+    composable = sys.modules.get("torch.distributed._composable_state")
+    return composable is None or not composable._module_state_mapping
 
 
 def reshaped(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -24,6 +24,9 @@ VECTOR_BYTES, FEWEST_MULTIPLICATIONS = 16, 1 << 30
 GATHERED_BYTES = 1 << 13
 
 
+_UNCHANGED = contextlib.nullcontext()
+
+
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Make the tensor's device current and switch autocast off.
 
@@ -32,7 +35,10 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """
     if torch.is_autocast_enabled(tensor.device.type):
         return _without_autocast(tensor)
-    return torch.cuda.device_of(tensor)
+    index = tensor.get_device()
+    if index < 0 or index == torch.cuda.current_device():  # to change it takes longer than to ask
+        return _UNCHANGED
+    return torch.cuda.device(index)
 
 
 @contextlib.contextmanager

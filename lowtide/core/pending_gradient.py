@@ -61,22 +61,6 @@ def outputs_of(gradients: Iterable[PendingGradient]) -> list[Tensor]:
     return outputs
 
 
-def finish_gradient(
-    tensor: Tensor, factor: Tensor | None, grad_output: Tensor, like: Tensor, backend: str
-) -> Tensor:
-    """Return the gradient of `like` in backward: tensor * factor * grad_output, rounded once.
-
-    tensor and factor are an operator's outputs. An empty factor, or None, stands for 1.
-    """
-    if torch.compiler.is_compiling() or type(tensor) not in _written:
-        whole = grad_output if factor is None or not factor.numel() else factor * grad_output
-        return (tensor.to(whole.dtype) * whole).to(like.dtype).reshape(like.shape)
-    # If the graph is freed, its tensors may be overwritten; if it is retained, they will be read
-    # again.
-    in_place = not torch_private.keeps_graph()
-    return finish_eagerly(tensor, factor, grad_output, like, backend, in_place=in_place)
-
-
 @contextlib.contextmanager
 def finishing_as_eager(kind: type[Tensor]) -> Iterator[None]:
     """Finish gradients of this type like those of Tensor; an estimate has such stand-ins."""
@@ -87,17 +71,6 @@ def finishing_as_eager(kind: type[Tensor]) -> Iterator[None]:
         _written.discard(kind)
 
 
-def finish_eagerly(
-    tensor: Tensor, factor: Tensor | None, grad_output: Tensor, like: Tensor, backend: str, *, in_place: bool
-) -> Tensor:
-    """Return the gradient as `finish_gradient` does, where no graph is traced.
-
-    With `in_place` the result takes the tensor's memory, if its dtype allows it.
-    """
-    first, second = (grad_output, None) if factor is None or not factor.numel() else (factor, grad_output)
-    return scaled(tensor, first, like.dtype, backend, second=second, in_place=in_place).reshape(like.shape)
-
-
 def finish_gradients(
     outputs: Iterable[Any],
     grad_output: Tensor,
@@ -105,18 +78,54 @@ def finish_gradients(
     needs_grad: Sequence[bool],
     backend: str,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradient of each tensor, or None, from an operator's outputs.
+    """Return the gradient of each tensor, or None, in backward: tensor * factor * grad_output.
 
-    The outputs are a tensor and a remaining factor for each gradient; a factor of 1 may be None or
-    an empty tensor.
+    tensor and factor are an operator's outputs for each gradient; a factor of 1 may be None or an
+    empty tensor. Each gradient is rounded once.
     """
     each = iter(outputs)
-    return tuple(
-        finish_gradient(next(each), next(each), grad_output, like, backend)
-        if grad and like is not None
-        else None
-        for like, grad in zip(tensors, needs_grad)
-    )
+    wanted = [like if grad else None for like, grad in zip(tensors, needs_grad)]
+    pending = [(next(each), next(each), like) for like in wanted if like is not None]
+    if torch.compiler.is_compiling() or not _written.issuperset([type(tensor) for tensor, *_ in pending]):
+        finished = [_finish_traced(*one, grad_output) for one in pending]
+    else:
+        # If the graph is freed, its tensors may be overwritten; if it is retained, they will be
+        # read again.
+        in_place = not torch_private.keeps_graph()
+        finished = finish_eagerly(pending, grad_output, backend, in_place=in_place)
+    in_order = iter(finished)
+    return tuple(None if like is None else next(in_order) for like in wanted)
+
+
+def finish_eagerly(
+    pending: Iterable[tuple[Tensor, Tensor | None, Tensor]],
+    grad_output: Tensor,
+    backend: str,
+    *,
+    in_place: bool,
+) -> list[Tensor]:
+    """Return the gradient of each (tensor, factor, like), where no graph is traced.
+
+    With `in_place` a gradient takes the tensor's memory, if its dtype allows it.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    later: list[Any] = []
+    for tensor, factor, like in pending:
+        first, second = grad_output, None
+        if factor is not None and factor.numel():
+            first, second = factor, grad_output
+        out = scaled(tensor, first, like.dtype, backend, second=second, in_place=in_place, later=later)
+        found.append((out, like))
+    if later:
+        from lowtide.core.kernels.triton_helpers import launch_scalings
+
+        launch_scalings(later)
+    return [out.reshape(like.shape) for out, like in found]
+
+
+def _finish_traced(tensor: Tensor, factor: Tensor | None, like: Tensor, grad_output: Tensor) -> Tensor:
+    whole = grad_output if factor is None or not factor.numel() else factor * grad_output
+    return (tensor.to(whole.dtype) * whole).to(like.dtype).reshape(like.shape)
 
 
 def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
@@ -187,18 +196,24 @@ def scale_into(
     *,
     second: Tensor | None = None,
     spent: bool = False,
+    later: list[Any] | None = None,
 ) -> None:
     """Write factor * second * tensor to out, computed in factor's dtype and rounded once to out's.
 
     out may be the tensor itself. A second factor of None stands for 1. `spent` says that the tensor
-    is not read again, and may be overwritten.
+    is not read again, and may be overwritten. With `later`, what is to be launched is added to this
+    list instead.
     """
     if backend == "triton" and tensor.is_cuda:
         # torch's kernel for mixed dtypes handles one element at a time and takes three times as
         # long.
-        from lowtide.core.kernels.triton_helpers import launch_scaling
+        from lowtide.core.kernels.triton_helpers import Scaling, launch_scalings
 
-        launch_scaling(out, tensor, factor, second)
+        scaling = Scaling(out, tensor, factor, second)
+        if later is None:
+            launch_scalings([scaling])
+        else:
+            later.append(scaling)
         return
     if second is not None:
         factor = factor * second
@@ -229,17 +244,19 @@ def scaled(
     *,
     second: Tensor | None = None,
     in_place: bool,
+    later: list[Any] | None = None,
 ) -> Tensor:
     """Return factor * second * tensor, rounded once to dtype; a factor of None stands for 1.
 
-    The result is in the tensor's own memory if `in_place` and its dtype allow it.
+    The result is in the tensor's own memory if `in_place` and its dtype allow it. `scale_into` says
+    what `later` is.
     """
     if not tensor.is_contiguous() and _has_gaps(tensor):  # as saved-tensor hooks may return one
         tensor, in_place = tensor.contiguous(), True
     if factor is None:
         return tensor if tensor.dtype == dtype else tensor.to(dtype)
     out = tensor if in_place and tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
-    scale_into(out, tensor, factor, backend, second=second, spent=in_place)
+    scale_into(out, tensor, factor, backend, second=second, spent=in_place, later=later)
     return out
 
 

@@ -74,6 +74,11 @@ def breaks_old_graphs(function: Function) -> Function:
     return torch.compiler.disable(function, reason=UNTRACED)  # type: ignore[no-any-return]
 
 
+def _as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int) -> Tensor:
+    """Return a view that begins `first` elements from where the tensor does."""
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + first)
+
+
 # The public equivalents (torch.library.register_autograd, a probe with every setting) cost time.
 below_autograd = _find("_C._AutoDispatchBelowAutograd")
 after_autograd_keyset = _find("_C._after_autograd_keyset")
@@ -99,6 +104,12 @@ is_batched = _find("_C._functorch.is_batchedtensor") or _in_no_transform
 is_legacy_batched = _find("_C._functorch.is_legacy_batchedtensor") or _in_no_transform
 outside_transforms: Any = _find("_C._DisableFuncTorch") or contextlib.nullcontext
 """A block in which new tensors belong to no transform; without it some collectives refuse them."""
+
+# What compiled code allocates and views memory by, in half the time of the public functions.
+empty_on_cuda: Any = _find("_C._dynamo.guards._empty_strided_cuda")
+"""Allocate on the current CUDA device."""
+view_of: Any = _find("_C._dynamo.guards._reinterpret_tensor") or _as_strided
+"""Return a view of a tensor that autograd does not follow; see `_as_strided`."""
 
 _sdp_order = _find("_C._get_sdp_priority_order") or (lambda: (object(),))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowtide.core.pending_gradient import PendingGradient, finish_gradient, outputs_of, scale_into
+from lowtide.core.pending_gradient import PendingGradient, finish_gradients, outputs_of, scale_into
 from tests.support.loss import interpreted
 
 
@@ -32,7 +32,7 @@ def test_both_factors_are_applied_with_one_rounding(device, backend, dtype, shap
     upstream = torch.tensor(0.7, device=device, dtype=wide)
     factor = torch.tensor(0.25, device=device, dtype=wide) if remains else tensor.new_empty(0)
     exact = tensor.double() * upstream.double() * (0.25 if remains else 1)
-    found = finish_gradient(tensor.clone(), factor, upstream, tensor, backend)
+    (found,) = finish_gradients([tensor.clone(), factor], upstream, [tensor], [True], backend)
     assert found.dtype == dtype
     assert found.shape == tensor.shape
     error = (found.double() - exact).abs()
@@ -46,7 +46,7 @@ def test_kernel_takes_both_factors(device, second, in_place):
     pytest.importorskip("triton")
     if device == "cpu" and not interpreted():
         pytest.skip("on the CPU the kernels run through the interpreter alone")
-    from lowtide.core.kernels.triton_helpers import launch_scaling
+    from lowtide.core.kernels.triton_helpers import Scaling, launch_scalings
 
     tensor = torch.randn(9001, device=device)
     factor = torch.tensor(0.5, device=device)
@@ -54,5 +54,41 @@ def test_kernel_takes_both_factors(device, second, in_place):
     expected = torch.empty_like(tensor)
     scale_into(expected, tensor, factor, "torch", second=other)
     out = tensor.clone() if in_place else torch.empty_like(tensor)
-    launch_scaling(out, out if in_place else tensor, factor, other)
+    launch_scalings([Scaling(out, out if in_place else tensor, factor, other)])
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("sizes", [(9001, 30), (30, 9001), (5000, 5000, 1), (0, 7, 0, 9, 40000)], ids=str)
+def test_one_launch_scales_two_tensors(device, sizes, monkeypatch):
+    """Those with the same factors; each has the bits that it has alone."""
+    pytest.importorskip("triton")
+    if device == "cpu" and not interpreted():
+        pytest.skip("on the CPU the kernels run through the interpreter alone")
+    from lowtide.core.kernels import triton_helpers
+    from lowtide.core.kernels.triton_helpers import Scaling, launch_scalings
+
+    half, third = (torch.tensor(each, device=device) for each in (0.5, 1 / 3))
+    scalings = []
+    for place, size in enumerate(sizes):
+        tensor = torch.randn(size, device=device)
+        scalings.append(Scaling(torch.empty_like(tensor), tensor, half if place == 2 else third, half))
+    launches, kernel = [], triton_helpers._scale_kernel
+    monkeypatch.setattr(triton_helpers, "_scale_kernel", _Counted(kernel, launches))
+    launch_scalings(scalings)
+    for each in scalings:
+        expected = torch.empty_like(each.tensor)
+        scale_into(expected, each.tensor, each.factor, "torch", second=each.second)
+        assert torch.equal(each.out, expected)
+    alike = [size for place, size in enumerate(sizes) if size and place != 2]
+    assert len(launches) == -(-len(alike) // 2) + (len(sizes) > 2 and sizes[2] > 0)
+
+
+class _Counted:
+    """A kernel whose launches are counted by their grids."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        self.launches.append(grid)
+        return self.kernel[grid]

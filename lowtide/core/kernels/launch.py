@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from lowtide.core.compile_ahead.launches import Launch, launch
 from lowtide.core.compile_ahead.notes import in_rehearsal, note
 from lowtide.core.compile_ahead.placeholders import ALIGNMENT
+from lowtide.core.kernels.handle import Handle, handle_of
 
 # The most launches that a kernel remembers. At this number it forgets all, and begins again.
 MOST_LAUNCHES = 512
@@ -52,7 +53,7 @@ class RememberedKernel:
 
     def __init__(self, kernel: JITFunction) -> None:
         self.kernel = kernel
-        self.known: dict[tuple[Any, ...], tuple[CompiledKernel, list[Any]]] = {}
+        self.known: dict[tuple[Any, ...], tuple[Handle, list[Any]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -72,19 +73,19 @@ class RememberedKernel:
             compiled = launch(self.kernel, grid, arguments, constants)
             self._remember(key, compiled, len(arguments), constants)
             return
-        compiled, rest = found
+        handle, rest = found
         width, height, depth = (*grid, 1, 1)[:3]
-        compiled.run(
-            width, height, depth, active.get_current_stream(device), compiled.function,
-            compiled.packed_metadata, None, None, None, *values, *rest,
-        )  # fmt: skip
+        stream = active.get_current_stream(device)
+        handle.launch(width, height, depth, stream, *handle.before, *values, *rest)
 
     def _remember(self, key: list[Any], compiled: Any, arguments: int, constants: dict[str, Any]) -> None:
         if not is_launched_by_handle(compiled):
             return
         if len(self.known) >= MOST_LAUNCHES:
             self.known.clear()
-        self.known[tuple(key)] = compiled, constants_in_order(self.kernel, arguments, constants)
+        # These launches are alike, but may have other descriptors, so Triton makes their maps.
+        handle = handle_of(compiled, takes_maps=False)
+        self.known[tuple(key)] = handle, constants_in_order(self.kernel, arguments, constants)
 
 
 def is_launched_by_handle(compiled: Any) -> bool:

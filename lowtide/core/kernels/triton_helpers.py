@@ -1,5 +1,8 @@
 """Hold Triton functions that several operators' kernels use: the soft cap, and scaling a tensor."""
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,17 +35,49 @@ def slope_of_tanh(room):
     return room * (2.0 - room)
 
 
+class Scaling(NamedTuple):
+    """Hold what out = factor * second * tensor is computed from; a second factor of None is 1.
+
+    Both tensors are contiguous, and out may be the tensor itself.
+    """
+
+    out: Tensor
+    tensor: Tensor
+    factor: Tensor
+    second: Tensor | None = None
+
+    @property
+    def in_place(self) -> bool:
+        return self.out.data_ptr() == self.tensor.data_ptr()
+
+    def is_like(self, other: "Scaling") -> bool:
+        """Return True if one launch can compute both."""
+        return self.factor is other.factor and self.second is other.second and self.in_place == other.in_place
+
+
 @remember_launches
 @triton.jit
 def _scale_kernel(
-    tensor_ptr, factor_ptr, second_ptr, out_ptr, count, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Compute out = factor * second * tensor, rounded once. Grid: programs take blocks in turn."""
+    tensor_ptr, other_ptr, factor_ptr, second_ptr, out_ptr, other_out_ptr, count, other_count,
+    IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute out = factor * second * tensor, rounded once, and the same of another tensor.
+
+    Grid: programs take blocks in turn.
+    """
     factor = tl.load(factor_ptr)
     if second_ptr is not None:
         factor *= tl.load(second_ptr)
     if IN_PLACE:  # loss.backward() passes 1 as the gradient of the loss, the usual factor
         count = tl.where(factor == 1.0, 0, count)
+        other_count = tl.where(factor == 1.0, 0, other_count)
+    _scale_blocks(tensor_ptr, out_ptr, count, factor, BLOCK)
+    if other_ptr is not None:
+        _scale_blocks(other_ptr, other_out_ptr, other_count, factor, BLOCK)
+
+
+@triton.jit
+def _scale_blocks(tensor_ptr, out_ptr, count, factor, BLOCK: tl.constexpr):
     step = tl.num_programs(0) * BLOCK
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, count, step):
         offsets = start + tl.arange(0, BLOCK)
@@ -50,15 +85,17 @@ def _scale_kernel(
         tl.store(out_ptr + offsets, scaled.to(out_ptr.dtype.element_ty), mask=offsets < count)
 
 
-def launch_scaling(out: Tensor, tensor: Tensor, factor: Tensor, second: Tensor | None = None) -> None:
-    """Write factor * second * tensor to out, computed in float32 and rounded once.
-
-    Both tensors are contiguous, and out may be the tensor itself. A second factor of None stands
-    for 1.
-    """
-    count, block = tensor.numel(), 4096
-    if count:
+def launch_scalings(scalings: Iterable[Scaling]) -> None:
+    """Compute each of them in float32, rounded once; two in one launch where they are alike."""
+    waiting = [each for each in scalings if each.tensor.numel()]
+    while waiting:
+        one = waiting.pop()
+        places = [place for place, each in enumerate(waiting) if each.is_like(one)]
+        other = waiting.pop(places[-1]) if places else None
+        counts = one.tensor.numel(), 0 if other is None else other.tensor.numel()
+        block = 4096
         # Launch so few programs that they end at once where the factor is 1.
-        grid = (min(cdiv(count, block), 2048),)
-        in_place = out.data_ptr() == tensor.data_ptr()
-        _scale_kernel[grid](tensor, factor, second, out, count, IN_PLACE=in_place, BLOCK=block, num_warps=8)
+        _scale_kernel[(min(cdiv(max(counts), block), 2048),)](
+            one.tensor, other and other.tensor, one.factor, one.second, one.out, other and other.out,
+            *counts, IN_PLACE=one.in_place, BLOCK=block, num_warps=8,
+        )  # fmt: skip

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.core.collectives import End
 from lowtide.core.compile_ahead.placeholders import Operation
+from lowtide.core.kernels.handle import TensorMaps, handle_of
 from lowtide.core.recording.steps import (
     AllocationStep,
     BeginStep,
@@ -77,6 +79,8 @@ class _Script:
         self.lines: list[str] = []
         self.known: dict[str, Any] = {
             "empty_strided": torch.empty_strided,
+            "empty_on_cuda": torch_private.empty_on_cuda,
+            "view_of": torch_private.view_of,
             "of_other_dtype": _of_other_dtype,
             "compare": _compare,
         }
@@ -100,8 +104,7 @@ class _Script:
             self._variables(memory)[None] = f"small + {begin}"
             self.together.add(memory)
         size = max(end for _, end in begins.values())
-        options = f"dtype={self.value(torch.uint8)}, device={self.value(small[0].device)}"
-        self.lines.append(f"together = empty_strided(({size},), (1,), {options})")
+        self.allocate("together", MemoryLayout((size,), (1,), torch.uint8), small[0].device)
         self.lines.append("small = together.data_ptr()")
 
     def add(self, step: Step) -> None:
@@ -109,9 +112,7 @@ class _Script:
             if step.memory in self.together:
                 return
             self.allocated[step.memory] = step.layout
-            shape, strides, dtype = step.layout
-            options = f"dtype={self.value(dtype)}, device={self.value(step.device)}"
-            self.lines.append(f"m{step.memory} = empty_strided({(*shape,)}, {(*strides,)}, {options})")
+            self.allocate(f"m{step.memory}", step.layout, step.device)
         elif isinstance(step, LaunchStep):
             self.add_launch(step)
         elif isinstance(step, BeginStep):
@@ -122,15 +123,31 @@ class _Script:
         else:
             self.add_operation(step)
 
+    def allocate(self, name: str, layout: MemoryLayout, device: torch.device) -> None:
+        """Allocate memory; a recording runs on the current device, where its tensors are."""
+        shape, strides, dtype = layout
+        which = f"{(*shape,)}, {(*strides,)}"
+        if device.type == "cuda" and torch_private.empty_on_cuda is not None:
+            call = f"empty_on_cuda({which}, {self.value(dtype)})"
+        else:
+            call = f"empty_strided({which}, dtype={self.value(dtype)}, device={self.value(device)})"
+        self.lines.append(f"{name} = {call}")
+
     def add_launch(self, step: LaunchStep) -> None:
         if not self.by_handle:
             arguments = map(self.value, step.arguments)
             self.lines.append(f"{self.value(step.by_triton)}({', '.join(arguments)})")
             return
-        kernel = step.compiled
-        of_kernel = *step.grid, "stream", *map(self.value, (kernel.function, kernel.packed_metadata))
-        call = *of_kernel, *["None"] * 3, *[self.value(each, address=True) for each in step.values]
-        self.lines.append(f"{self.value(kernel.run)}({', '.join(map(str, call))})")
+        handle = handle_of(step.compiled)
+        metadata = None if handle.map_metadata is None else iter(handle.map_metadata)
+        call = [*map(str, step.grid), "stream", *map(self.value, handle.before)]
+        for each in step.values:
+            if metadata is not None and type(each) is DescriptorPart:
+                maps = TensorMaps(each.descriptor, next(metadata))
+                call.append(f"*{self.value(maps)}[{self.address(each.part)}]")
+            else:
+                call.append(self.value(each, address=True))
+        self.lines.append(f"{self.value(handle.launch)}({', '.join(call)})")
 
     def add_operation(self, step: Operation) -> None:
         function = getattr(step.function, "_op", step.function)  # the call from Python, or from C++
@@ -196,10 +213,9 @@ class _Script:
         where = f"{(*shape,)}, {(*strides,)}"
         first, made = part.offset // dtype.itemsize, self.allocated.get(part.memory)
         if self.dtypes[part.memory] is dtype:
-            begins = "" if made is not None else f"{memory}.storage_offset() + "
-            return f"{memory}.as_strided({where}, {begins}{first})"
+            return f"view_of({memory}, {where}, {first})"
         if made is not None and _is_viewed_as(made, dtype):
-            return f"{memory}.view({self.value(dtype)}).as_strided({where}, {first})"
+            return f"view_of({memory}.view({self.value(dtype)}), {where}, {first})"
         return f"of_other_dtype({memory}, {self.value(dtype)}, {part.offset}, {where})"
 
 

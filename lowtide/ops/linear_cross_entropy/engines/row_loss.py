@@ -99,7 +99,24 @@ class RowLoss:
             return vector_M if self.order is None else self.order.own(vector_M)
         return vector_M.new_full((self.N,), ignored).index_copy_(0, self.kept_rows, vector_M)
 
-    # The loss of each row, and the coefficients of its gradient.
+    # The results of rows, and the coefficients of their gradients.
+
+    def results(self, stats: RowStats) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the results of all rows of this rank, and the statistics that backward needs.
+
+        The results are losses, or else log_prob, entropy, logsumexp and argmax. The statistics are
+        max_N, sum_N, and mean_N or soft_mass_N if the call needs one. An ignored row has an
+        infinite maximum, so that its exponentials are 0, whatever its logits are.
+        """
+        if self.plan.call_kind.log_probs:
+            log_prob_N = stats.nll_N.neg().masked_fill_(self.invalid_target_N, torch.nan)
+            results = [self.of_all(each) for each in (log_prob_N, stats.entropy_N, stats.logsumexp_N)]
+            results.append(self.of_all(stats.argmax_N, ignored=-1))
+        else:
+            results = [self.of_all(self.loss_N(stats))]
+        kept = [self.of_all(stats.max_N, ignored=torch.inf), self.of_all(stats.sum_N, ignored=1)]
+        third = stats.mean_N if self.plan.call_kind.log_probs else stats.soft_mass_N
+        return results, kept if third is None else [*kept, self.of_all(third)]
 
     def loss_N(self, stats: RowStats) -> Tensor:
         options = self.plan.options
@@ -178,12 +195,12 @@ class RowLoss:
 
         The arguments hold the upstream gradients of all rows; None stands for an output without.
         """
-        target_coef_N = torch.zeros(self.M, dtype=self.plan.sum_dtype, device=self.device)
         entropy_coef_N = None
-        if grad_log_prob_N is not None:
-            target_coef_N = (
-                self._of_kept_as_sums(grad_log_prob_N).neg().masked_fill_(self.invalid_target_N, torch.nan)
-            )
+        if grad_log_prob_N is None:
+            target_coef_N = torch.zeros(self.M, dtype=self.plan.sum_dtype, device=self.device)
+        else:
+            target_coef_N = self._of_kept_as_sums(grad_log_prob_N).neg()
+            target_coef_N.masked_fill_(self.invalid_target_N, torch.nan)
         softmax_coef_N = target_coef_N
         if grad_logsumexp_N is not None:
             softmax_coef_N = softmax_coef_N + self._of_kept_as_sums(grad_logsumexp_N)

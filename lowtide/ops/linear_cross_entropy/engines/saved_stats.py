@@ -37,20 +37,13 @@ def engine_of(saved: Sequence[Tensor]) -> str:
     return ENGINES[saved[0].dim() - 1]
 
 
-def saved_stats(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
-    """Return the statistics that backward needs, for all rows.
-
-    An ignored row has an infinite maximum, so that its exponentials are 0, whatever its logits are.
-    """
-    max_N = with_engine(rows.of_all(stats.max_N, ignored=torch.inf), engine)
-    kept = [max_N, rows.of_all(stats.sum_N, ignored=1)]
-    third = stats.mean_N if rows.plan.call_kind.log_probs else stats.soft_mass_N
-    if third is not None:
-        kept.append(rows.of_all(third))
+def results_and_saved(stats: RowStats, rows: RowLoss, engine: str) -> list[Tensor]:
+    """Return the results of all rows, and then the statistics that backward needs."""
+    results, (max_N, *kept) = rows.results(stats)
     if saves_target_logit(rows.plan.options):
         assert isinstance(stats, ExcludedTargetStats)
         kept.append(rows.of_all(stats.target_logit_N))
-    return kept
+    return [*results, with_engine(max_N, engine), *kept]
 
 
 def saves_target_logit(options: Options) -> bool:
@@ -76,7 +69,7 @@ def call_number(saved: Sequence[Tensor]) -> int:
 
 
 def read_stats(saved: Sequence[Tensor], rows: RowLoss, kind: type[Stats]) -> Stats:
-    """Return the statistics of kept rows, read from what `saved_stats` returned."""
+    """Return the statistics of kept rows, read from what `results_and_saved` returned."""
     further = {}
     if saves_target_logit(rows.plan.options):
         *saved, logit_N = saved

@@ -37,7 +37,7 @@ from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
     call_number,
     engine_of,
     read_stats,
-    saved_stats,
+    results_and_saved,
     with_number,
     without_number,
 )
@@ -126,14 +126,7 @@ def _gradients_by_row(
 def results_by_row(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
     """Return the results of rows, and each row's statistics for backward."""
     engine = _engine(plan, head, labels)
-    stats, rows = engine.row_statistics(), engine.rows
-    if plan.call_kind.log_probs:
-        log_prob_N = stats.nll_N.neg().masked_fill_(rows.invalid_target_N, torch.nan)
-        results = [rows.of_all(each) for each in (log_prob_N, stats.entropy_N, stats.logsumexp_N)]
-        results.append(rows.of_all(stats.argmax_N, ignored=-1))
-    else:
-        results = [rows.of_all(rows.loss_N(stats))]
-    return [*results, *saved_stats(stats, rows, plan.engine)]
+    return results_and_saved(engine.row_statistics(), engine.rows, plan.engine)
 
 
 def gradients_by_row(
@@ -239,11 +232,9 @@ def _of_positions_and_finish(
 
 def _finish(outputs: Sequence[Tensor], head: Head, needs_grad: Sequence[bool], backend: str) -> None:
     """Finish the gradients that a mean or sum has formed, as its backward pass does."""
-    loss, *pending = outputs
-    each = iter(pending)
-    for like, grad in zip(head.tensors, needs_grad):
-        if grad and like is not None:
-            finish_eagerly(next(each), next(each), loss, like, backend, in_place=True)
+    loss, *gradients = outputs
+    likes = [like for like, grad in zip(head.tensors, needs_grad) if grad and like is not None]
+    finish_eagerly(zip(gradients[::2], gradients[1::2], likes), loss, backend, in_place=True)
 
 
 def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], options: Options) -> list[Tensor]:

@@ -54,7 +54,8 @@ class RememberedCall:
             tensors = tensors._replace(logit_scale=None)
         if any(self.needs_grad):
             kind = linear_log_probs if self.pair is autograd.LOG_PROBS else linear_cross_entropy
-            results = kind.apply(self, *tensors)
+            # No transform is on (signatures.py), so what torch.autograd.Function adds is left out.
+            results = super(torch.autograd.Function, kind).apply(self, *tensors)  # type: ignore[misc]
         else:
             results = self.compute(tensors)[: self.pair.results]
         leading = tensors.input.shape[:-1]
@@ -79,7 +80,8 @@ class RememberedCall:
             (grad,) = grad_output
             assert grad is not None
             return finish_gradients(kept, grad, of_head, self.needs_grad, self.plan.backend)
-        if torch.compiler.is_compiling() or not seen_by_nobody([*grad_output, *tensors, *kept]):
+        # Forward looked at the others, and saved them without hooks.
+        if torch.compiler.is_compiling() or not seen_by_nobody(grad_output):
             return self.by_operator(tensors, kept, grad_output)
         with on_device_of(tensors.input):
             found = self.gradients_by_row(tensors, kept, grad_output)
@@ -89,8 +91,8 @@ class RememberedCall:
         self, tensors: Tensors, kept: Sequence[Tensor | None], grad_output: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         """Return the wanted gradients of a call by row, recorded where such calls come often."""
-        given = *grad_output, *tensors, *kept
-        return self.backward(strides_of(given), *given)
+        # The memory of a parameter may be another one since forward, as where it was offloaded.
+        return self.backward(strides_of([*grad_output, *tensors]), *grad_output, *tensors, *kept)
 
     def by_operator(
         self, tensors: Tensors, kept: Any, grad_output: Sequence[Tensor | None]

@@ -117,8 +117,8 @@ class ExponentialsEngine(ExponentialsStatistics):
                 marks=marks,
             )
             del sums_TC  # free them before the products are made
-            raw_smooth_C = self._raw_smooth(linear, chunks) if smoothing else torch.empty(0)
-            if take_stats and smoothing:
+            raw_smooth_C = self._raw_smooth(linear, chunks) if smoothing else None
+            if take_stats and raw_smooth_C is not None:
                 scale = self.transform.scale
                 smooth_logit_C = raw_smooth_C if scale is None else raw_smooth_C * scale
                 lse_C = excluded_logsumexp(stat, logit_C)
@@ -130,7 +130,7 @@ class ExponentialsEngine(ExponentialsStatistics):
             if grad_dot_logit_C is not None:
                 target_weight_coef_C = target_weight_coef_N[rows if counted.row_C is None else counted.row_C]
                 grad_dot_logit_C = grad_dot_logit_C * row_scale_C + target_weight_coef_C * raw_C
-                if smoothing:
+                if raw_smooth_C is not None:
                     grad_dot_logit_C -= row.smoothing_coef_N * raw_smooth_C
                 stat.grad_dot_logit_N.copy_(grad_dot_logit_C)
             targets = None if order is None else (order[0][rows], order[1][rows])

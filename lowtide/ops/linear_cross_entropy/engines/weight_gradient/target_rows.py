@@ -26,7 +26,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.row_kernels import
     row_strides,
 )
 
-PLACES = 512  # places per program of the kernel that finds the first of each class
+PLACES = 512  # classes per program of the kernel that finds the first place of each
 
 
 @triton.jit
@@ -212,20 +212,30 @@ def _round_block_kernel(
 
 
 @remember_launches
-@triton.jit
-def _first_places_kernel(class_N_ptr, first_V_ptr, N, V, BLOCK: tl.constexpr):
-    """Write the place at which each class begins that is a target. Grid: (N / BLOCK)."""
-    place_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    class_n = tl.load(class_N_ptr + place_n, mask=place_n < N, other=V)
-    before_n = tl.load(class_N_ptr + place_n - 1, mask=(place_n > 0) & (place_n < N), other=-1)
-    tl.store(first_V_ptr + class_n, place_n, mask=(class_n < V) & (class_n != before_n))
+@triton.jit(do_not_specialize=["N", "half"])
+def _first_places_kernel(class_N_ptr, first_V_ptr, N, V, half, BLOCK: tl.constexpr):
+    """Write the place at which each class begins, or N if it is no target. Grid: (V / BLOCK,).
+
+    The number of smaller classes is found bit by bit; `half` is the largest power of two up to N.
+    """
+    class_v = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place_v = tl.zeros((BLOCK,), tl.int32)
+    step = half
+    while step > 0:
+        next_v = place_v + step
+        last_v = tl.load(class_N_ptr + next_v - 1, mask=next_v <= N, other=V)
+        place_v = tl.where(last_v < class_v, next_v, place_v)
+        step = step // 2
+    found_v = tl.load(class_N_ptr + place_v, mask=place_v < N, other=V)
+    tl.store(first_V_ptr + class_v, tl.where(found_v == class_v, place_v, N), mask=class_v < V)
 
 
 def first_places(class_N: Tensor, V: int) -> Tensor:
     """Return the place of each class in the sorted targets class_N; N for a class that is none."""
     N = class_N.shape[0]
-    first_V = torch.full((V,), N, dtype=torch.int32, device=class_N.device)
-    _first_places_kernel[(cdiv(N, PLACES),)](class_N, first_V, N, V, BLOCK=PLACES)
+    first_V = torch.empty(V, dtype=torch.int32, device=class_N.device)
+    half = 1 << (N.bit_length() - 1) if N else 0
+    _first_places_kernel[(cdiv(V, PLACES),)](class_N, first_V, N, V, half, BLOCK=PLACES)
     return first_V
 
 

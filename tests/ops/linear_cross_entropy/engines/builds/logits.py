@@ -73,13 +73,13 @@ BUILDS = {
     **_CHAIN),
     "scale": Build(
         "core.kernels.triton_helpers", "_scale_kernel",
-        {"tensor_ptr": F32, "factor_ptr": F32, "second_ptr": F32, "out_ptr": "*bf16", "count": I32,
-         "IN_PLACE": False, "BLOCK": 4096}, warps=8,
+        {"tensor_ptr": F32, "other_ptr": None, "factor_ptr": F32, "second_ptr": F32, "out_ptr": "*bf16",
+         "other_out_ptr": None, "count": I32, "other_count": I32, "IN_PLACE": False, "BLOCK": 4096}, warps=8,
     ),
     "scale, in place": Build(
         "core.kernels.triton_helpers", "_scale_kernel",
-        {"tensor_ptr": "*bf16", "factor_ptr": F32, "second_ptr": None, "out_ptr": "*bf16", "count": "i64",
-         "IN_PLACE": True, "BLOCK": 4096}, warps=8,
+        {**dict.fromkeys(("tensor_ptr", "other_ptr", "out_ptr", "other_out_ptr"), "*bf16"), "factor_ptr": F32,
+         "second_ptr": None, "count": "i64", "other_count": "i64", "IN_PLACE": True, "BLOCK": 4096}, warps=8,
     ),
     "factor of few tokens": Build(
         "ops.linear_cross_entropy.engines.logits.one_product",

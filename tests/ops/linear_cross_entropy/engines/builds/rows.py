@@ -67,6 +67,36 @@ _ALL_LOSSES = {
     "row_weight_stride": I32,
     "Z_LOSS": True,
 }
+
+
+def _results(names: str, absent: str, **changes: Any) -> Build:
+    arguments = {
+        "ignored_M_ptr": "*i1",
+        **{f"{name}_ptr": F32 for name in names.split()},
+        **{f"{name}_ptr": None for name in absent.split()},
+    }
+    return _row_loss("_results_kernel", 4, 512, arguments, **changes)
+
+
+def _log_prob_coefs(**changes: Any) -> Build:
+    arguments = {
+        **{"ignored_M_ptr": "*i1", "invalid_target_M_ptr": "*i1", "row_M_ptr": None, "mean_M_ptr": F32},
+        **{"grad_log_prob_N_ptr": F32, "grad_entropy_N_ptr": None, "grad_lse_N_ptr": None},
+        **{"target_coef_M_ptr": F32, "softmax_coef_M_ptr": None, "entropy_coef_M_ptr": None, "M": I32},
+        **dict.fromkeys(("log_prob_stride", "entropy_stride", "lse_stride"), 1),
+        "BLOCK": 512,
+    }
+    module = "ops.linear_cross_entropy.engines.row_loss_triton"
+    return Build(module, "_log_prob_coefs_kernel", arguments | changes, 4)
+
+
+_ALL_LOG_PROBS = {
+    **{"row_M_ptr": I64, "grad_log_prob_N_ptr": BF16},
+    **dict.fromkeys(
+        ("grad_entropy_N_ptr", "grad_lse_N_ptr", "softmax_coef_M_ptr", "entropy_coef_M_ptr"), F32
+    ),
+    **dict.fromkeys(("log_prob_stride", "entropy_stride", "lse_stride"), I32),
+}
 _MEAN = {"target_weight_N_ptr": F32, **_IGNORED, "denominator_ptr": F32, "factor_ptr": F32}
 
 
@@ -89,6 +119,17 @@ BUILDS = {
     "loss, each row": _loss(
         **_ALL_LOSSES, loss_N_ptr=F32, loss_ptr=None, denominator_ptr=None, BLOCK=512, warps=4
     ),
+    "results, losses": _results(
+        "max_M sum_M loss_M max_N sum_N loss_N",
+        "invalid_target_M target_logit_M nll_M mean_M argmax_M mean_N log_prob_N entropy_N lse_N argmax_N",
+        place_N_ptr=I64,
+    ),
+    "results, log-probabilities": _results(
+        "max_M sum_M target_logit_M nll_M mean_M max_N sum_N mean_N log_prob_N entropy_N lse_N",
+        "place_N loss_M loss_N", invalid_target_M_ptr="*i1", argmax_M_ptr=I64, argmax_N_ptr=I64,
+    ),
+    "log-probability coefficients": _log_prob_coefs(),
+    "log-probability coefficients, all": _log_prob_coefs(**_ALL_LOG_PROBS),
     "rows in order": Build(
         "ops.linear_cross_entropy.engines.gemm.counted_rows_triton", "_order_rows_kernel",
         {"label_N_ptr": I64, "row_N_ptr": I64, "place_N_ptr": I64, "count_ptr": I32_PTR,

@@ -96,7 +96,8 @@ BUILDS = {
         BLOCK_N=8, BLOCK=512,
     ),
     "first places": _target_rows(
-        "_first_places_kernel", warps=4, class_N_ptr=I32_PTR, first_V_ptr=I32_PTR, N=I32, V=I32, BLOCK=512,
+        "_first_places_kernel", warps=4, class_N_ptr=I32_PTR, first_V_ptr=I32_PTR,
+        N=I32, V=I32, half=I32, BLOCK=512,
     ),
     "round a block": _target_rows(
         "_round_block_kernel", warps=4, sum_BD_ptr=F32, x_ptr=BF16, target_weight_coef_N_ptr=F32,
