@@ -34,7 +34,12 @@ def call(operator: Any, *arguments: Any) -> list[Tensor]:
     """
     if torch.compiler.is_compiling() or not seen_by_nobody(arguments):
         return operator(*arguments)  # type: ignore[no-any-return]
-    return _direct.get(operator, operator)(*arguments)  # type: ignore[no-any-return]
+    return without_dispatcher(operator)(*arguments)
+
+
+def without_dispatcher(operator: Any) -> Callable[..., list[Tensor]]:
+    """Return the function that runs an operator, for calls that may skip torch's dispatcher."""
+    return _direct.get(operator, operator)
 
 
 def seen_by_nobody(arguments: Iterable[Any]) -> bool:

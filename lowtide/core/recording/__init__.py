@@ -2,7 +2,8 @@
 
 Modules, in import order (a module imports only from those above it):
 
-steps     what a recording consists of: allocations, launches, torch operations, collectives
-script    write the steps as one Python function
-recorded  record a function, and run its recordings
+steps       what a recording consists of: allocations, launches, torch operations, collectives
+script      write the steps as one Python function
+recorded    record a function, and run its recordings
+like_calls  an operator's recordings, by its constants and how its tensors lie
 """

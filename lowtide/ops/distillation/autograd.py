@@ -10,14 +10,17 @@ differentiates the definition instead (higher_order.py).
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.errors import ArgumentError
-from lowtide.core.operator import call
+from lowtide.core.matmul import on_device_of
+from lowtide.core.operator import call, seen_by_nobody, without_dispatcher
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.distillation import higher_order, ops
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
@@ -42,7 +45,7 @@ class _Distillation(torch.autograd.Function):
         ctx: Any, options: DistillationOptions, needs_grad: list[bool], *tensors: Tensor | None
     ) -> Tensor:
         now = needs_grad if options.reduction != "none" else [False] * len(needs_grad)
-        loss, *rest = call(ops.distillation, *tensors, now, *options)
+        loss, *rest = _call(ops.distillation, tensors, now, options)
         ctx.options, ctx.needs_grad = options, needs_grad
         ctx.set_materialize_grads(False)
         if any(needs_grad):
@@ -71,10 +74,29 @@ def _gradients(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...
         return higher_order.gradients(heads, options, needs_grad, grad_output)
     if options.reduction == "none":
         number = rest[0] if options.group else None
-        found = call(ops.distillation_backward, grad_output, number, *heads, needs_grad, *options)
+        found = _call(ops.distillation_backward, (grad_output, number, *heads), needs_grad, options)
         return scatter_gradients(found, needs_grad)
     backend = choose_backend("auto", heads.device, options.sum_dtype)
     return finish_gradients(rest, grad_output, heads.student, needs_grad, backend)
+
+
+def _call(
+    operator: Any, tensors: Sequence[Tensor | None], needs_grad: list[bool], options: DistillationOptions
+) -> list[Any]:
+    """Call an operator; where kernels of Triton compute it, by a recording of like calls."""
+    first = next(each for each in tensors if each is not None)
+    if (
+        options.group
+        or torch.compiler.is_compiling()
+        or torch_private.below_autograd is None
+        or choose_backend("auto", first.device, options.sum_dtype) != "triton"
+        or not seen_by_nobody(tensors)
+    ):
+        return call(operator, *tensors, needs_grad, *options)
+    from lowtide.core.recording.like_calls import call_alike  # imports Triton
+
+    with on_device_of(first):
+        return [*call_alike(without_dispatcher(operator), tensors, (tuple(needs_grad), *options))]
 
 
 def refuse_divided(options: DistillationOptions) -> None:

@@ -69,8 +69,7 @@ class LossEngine(Engine):
 
     def backward(self, coefs: RowCoefs, stats: RowStats) -> Gradients:
         """Compute the gradients with these coefficients, from the statistics of forward."""
-        one = torch.ones((), dtype=self.plan.sum_dtype, device=self.device)
-        return self._gradients(coefs, stats, one, final=True, take_stats=False)
+        return self._gradients(coefs, stats, self.rows.one(), final=True, take_stats=False)
 
     def _gradients(
         self, coefs: RowCoefs, stats: RowStats, factor: Tensor, *, final: bool, take_stats: bool

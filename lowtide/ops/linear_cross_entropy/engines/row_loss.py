@@ -150,6 +150,10 @@ class RowLoss:
         denominator = self.denominator() if normalizer is None else normalizer
         return denominator, mean_factor(denominator, self.ignored_N.all())
 
+    def one(self) -> Tensor:
+        """Return the factor of gradients that share none, 0-d."""
+        return torch.ones((), dtype=self.plan.sum_dtype, device=self.device)
+
     def coefs(self, upstream_N: Tensor | None = None) -> RowCoefs:
         """Return the coefficients of the gradient of sum(upstream_N * loss_N).
 

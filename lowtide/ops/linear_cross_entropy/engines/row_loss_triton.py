@@ -40,7 +40,7 @@ def _row_vectors_kernel(
     label_N_ptr, class_weight_V_ptr, total_weight_ptr, row_weight_N_ptr, upstream_N_ptr,
     target_N_ptr, ignored_N_ptr, invalid_target_N_ptr, target_weight_N_ptr,
     softmax_coef_N_ptr, target_coef_N_ptr, smoothing_coef_N_ptr, lse_coef_N_ptr,
-    normalizer_ptr, denominator_ptr, factor_ptr,
+    normalizer_ptr, denominator_ptr, factor_ptr, one_ptr,
     N, V, label_stride, row_weight_stride, upstream_stride,
     ignore_index, target_share, smoothing_share, lse_share, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,8 @@ def _row_vectors_kernel(
 
     Results whose pointer is None are not written. Labels are integers of any dtype; row weights and
     upstream gradients are numbers of any dtype. Without label smoothing softmax_coef is target_coef
-    and is not written. With factor_ptr, a single program also stores what a mean needs.
+    and is not written. With factor_ptr, a single program also stores what a mean needs. one_ptr
+    gets the number 1.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < N
@@ -85,6 +86,8 @@ def _row_vectors_kernel(
         tl.store(smoothing_coef_N_ptr + rows, smoothing_coef, mask=inside)
     if lse_coef_N_ptr is not None:
         tl.store(lse_coef_N_ptr + rows, upstream * lse_share, mask=inside)
+    if one_ptr is not None:
+        tl.store(one_ptr, 1.0, mask=tl.program_id(0) == 0)
     if factor_ptr is not None:
         kept = (inside & (label != ignore_index)).to(tl.int32)
         _store_mean(tl.where(inside, weight, 0.0), kept, normalizer_ptr, denominator_ptr, factor_ptr)
@@ -265,7 +268,11 @@ class TritonRowLoss(RowLoss):
         self.normalizer, self.mean_of_rows = labels.normalizer, None
         if 0 < self.M <= SUM_BLOCK and self.plan.options.reduction == "mean":
             self.mean_of_rows = self._mean_memory(self.normalizer)
-        self.own_coefs = self._coefs(None, known, self.mean_of_rows)
+        self.written_one = None if self.plan.options.reduction == "mean" or not self.M else self._empty(())
+        self.own_coefs = self._coefs(None, known, self.mean_of_rows, self.written_one)
+
+    def one(self) -> Tensor:
+        return super().one() if self.written_one is None else self.written_one
 
     def of_all(self, vector_M: Tensor, ignored: float = 0) -> Tensor:  # [N]
         vector_M = vector_M.masked_fill(self.ignored_N, ignored)
@@ -281,8 +288,9 @@ class TritonRowLoss(RowLoss):
         upstream_N: Tensor | None,
         targets: tuple[Tensor | None, ...],
         mean: tuple[Tensor, Tensor] | None = None,
+        one: Tensor | None = None,
     ) -> RowCoefs:
-        """Return the coefficients, and write `targets` and `mean`.
+        """Return the coefficients, and write `targets`, `mean` and `one`.
 
         `targets` is memory for target_N, ignored_N, invalid_target_N and target_weight_N; what is
         None is not written. `mean` is memory for the denominator of a mean and the gradients'
@@ -301,7 +309,7 @@ class TritonRowLoss(RowLoss):
                 self.label_N, self.class_weight_V,
                 total_weight if isinstance(total_weight, Tensor) else None, self.row_weight_N, upstream_N,
                 *targets, softmax_coef_N, target_coef_N, smoothing_coef_N, lse_coef_N,
-                *((None,) * 3 if mean is None else (self.normalizer, *mean)),
+                *((None,) * 3 if mean is None else (self.normalizer, *mean)), one,
                 self.M, self.V, *map(_stride, by_row), options.ignore_index,
                 *self._shares(), 2 * options.z_loss, BLOCK=block, num_warps=warps,
             )  # fmt: skip

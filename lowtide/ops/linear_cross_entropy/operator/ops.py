@@ -168,7 +168,7 @@ def loss_and_gradients(
     if factor is None and plan.options.reduction == "mean":
         denominator, factor = engine.rows.mean(labels.normalizer)
     elif factor is None:
-        factor = torch.ones((), dtype=plan.sum_dtype, device=engine.device)
+        factor = engine.rows.one()
     if plan.needs_grad.some:
         stats, gradients = engine.forward(factor)
     else:

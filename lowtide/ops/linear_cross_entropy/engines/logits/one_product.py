@@ -80,7 +80,7 @@ def loss_and_gradients(
     if factor is None and plan.options.reduction == "mean":
         denominator, factor = rows.mean(labels.normalizer)
     elif factor is None:
-        factor = torch.ones((), dtype=plan.sum_dtype, device=device)
+        factor = rows.one()
     scaled = factor if head.scale is None else factor * head.scale.to(plan.sum_dtype)
 
     coefs, stats = rows.coefs(), rows.empty_stats(SoftmaxStats)

@@ -154,11 +154,9 @@ class RoundedProduct:
             _add_product(pair_VP, low_VP, exp_NV, x_ND, add=False, counted=self.counted, targets=targets)
             target_rows.add_target_rows(pair_VP, low_NP, *rows, factor=self.factor, by_place=True)
             return
-        class_T = class_N.clamp(max=V - 1)
-        if padded(N) > N:
-            class_T = torch.nn.functional.pad(class_T, (0, padded(N) - N))
-        sum_TD = torch.empty(class_T.shape[0], D, dtype=coef_N.dtype, device=class_N.device)
-        product(sum_TD, exp_NV.index_select(1, class_T).t(), x_ND)
+        exp_NT = target_rows.gather_targets(exp_NV, class_N, padded(N))
+        sum_TD = torch.empty(exp_NT.shape[1], D, dtype=coef_N.dtype, device=class_N.device)
+        product(sum_TD, exp_NT.t(), x_ND)
         target_rows.add_target_rows(self.gradient_VD, sum_TD, *rows, factor=self.factor, by_place=True)
 
     def subtract_outer(self, class_weight_V: Tensor | None, row_D: Tensor) -> None:

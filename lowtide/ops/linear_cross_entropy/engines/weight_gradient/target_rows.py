@@ -26,7 +26,7 @@ from lowtide.ops.linear_cross_entropy.engines.weight_gradient.row_kernels import
     row_strides,
 )
 
-PLACES = 512  # classes per program of the kernel that finds the first place of each
+PLACES = 512  # classes or targets per program of the kernels that find and gather them
 
 
 @triton.jit
@@ -237,6 +237,30 @@ def first_places(class_N: Tensor, V: int) -> Tensor:
     half = 1 << (N.bit_length() - 1) if N else 0
     _first_places_kernel[(cdiv(V, PLACES),)](class_N, first_V, N, V, half, BLOCK=PLACES)
     return first_V
+
+
+@remember_launches
+@triton.jit
+def _gather_targets_kernel(exp_CV_ptr, class_N_ptr, out_CT_ptr, stride, N, V, T, BLOCK: tl.constexpr):
+    """Copy the columns of exp that are targets. Grid: (C, T / BLOCK)."""
+    row = tl.program_id(0).to(tl.int64)
+    place_t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    class_t = tl.minimum(tl.load(class_N_ptr + place_t, mask=place_t < N, other=V), V - 1)
+    exp_t = tl.load(exp_CV_ptr + row * stride + class_t, mask=place_t < T, other=0.0)
+    tl.store(out_CT_ptr + row * T + place_t, exp_t, mask=place_t < T)
+
+
+def gather_targets(exp_CV: Tensor, class_N: Tensor, T: int) -> Tensor:  # [C, T]
+    """Return the columns of exp that the sorted targets name, and others that nothing reads.
+
+    The column of an ignored row, which has no class, is any one, and so are those beyond N.
+    """
+    (C, V), N = exp_CV.shape, class_N.shape[0]
+    out_CT = torch.empty(C, T, dtype=exp_CV.dtype, device=exp_CV.device)
+    _gather_targets_kernel[(C, cdiv(T, PLACES))](
+        exp_CV, class_N, out_CT, exp_CV.stride(0), N, V, T, BLOCK=PLACES
+    )
+    return out_CT
 
 
 def add_target_rows(

@@ -23,6 +23,7 @@ def _row_vectors(**changes: Any) -> Build:
         "normalizer",
         "denominator",
         "factor",
+        "one",
     )
     arguments = {
         **{"label_N_ptr": I64, "target_N_ptr": I64, **_IGNORED, "invalid_target_N_ptr": None},
@@ -102,7 +103,7 @@ _MEAN = {"target_weight_N_ptr": F32, **_IGNORED, "denominator_ptr": F32, "factor
 
 BUILDS = {
     "row vectors": _row_vectors(),
-    "row vectors, all": _row_vectors(**_ALL_VECTORS),
+    "row vectors, all": _row_vectors(**_ALL_VECTORS, one_ptr=F32),
     "row vectors, upstream": _row_vectors(
         **_ALL_VECTORS | dict.fromkeys(
             ("target_N_ptr", "ignored_N_ptr", "invalid_target_N_ptr", "target_weight_N_ptr")

@@ -99,6 +99,10 @@ BUILDS = {
         "_first_places_kernel", warps=4, class_N_ptr=I32_PTR, first_V_ptr=I32_PTR,
         N=I32, V=I32, half=I32, BLOCK=512,
     ),
+    "gather targets": _target_rows(
+        "_gather_targets_kernel", warps=4, exp_CV_ptr=BF16, class_N_ptr=I32_PTR, out_CT_ptr=BF16,
+        stride=I32, N=I32, V=I32, T=I32, BLOCK=512,
+    ),
     "round a block": _target_rows(
         "_round_block_kernel", warps=4, sum_BD_ptr=F32, x_ptr=BF16, target_weight_coef_N_ptr=F32,
         class_N_ptr=I32_PTR, order_N_ptr=I64, first_V_ptr=I32_PTR, class_weight_V_ptr=F32,
