@@ -17,6 +17,21 @@ from triton.language import core, semantic
 from triton.runtime import interpreter
 
 MOST_NUMBERS = 10_000
+# Operators of tensors that NumPy has, for elements of these types.
+PLAIN, TRUTH = frozenset({"fp32", "int32", "int64"}), frozenset({"int1"})
+OPERATORS = {
+    **{"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply},
+    **{"__radd__": np.add, "__rsub__": lambda x, y: np.subtract(y, x), "__rmul__": np.multiply},
+    **{"__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater, "__ge__": np.greater_equal},
+    **{"__eq__": np.equal, "__ne__": np.not_equal, "__and__": np.bitwise_and, "__or__": np.bitwise_or},
+}
+# What a number becomes beside a tensor, and the numbers of which this is known.
+NUMBERS = {
+    **{(float, "fp32"): np.float32, (int, "fp32"): np.float32},
+    **{(int, "int32"): np.int32, (int, "int64"): np.int64},
+}
+LARGEST = {int: 1 << 24, float: 1e38}
+CONVERTED = PLAIN | TRUTH | {"int8", "int16"}  # types from which a cast is NumPy's
 
 
 @functools.cache  # what is replaced twice takes twice as long
@@ -105,11 +120,81 @@ def _find_builtins_once() -> None:
     def replace_builtins(language, builder, scope):
         if id(language) not in found:  # these are modules and classes, which stay
             members = inspect.getmembers(language, core.is_builtin)
-            found[id(language)] = [(name, called(member)) for name, member in members]
+            calls = {name: called(member) for name, member in members}
+            if language is core.tensor:
+                calls |= {name: _at_once(name, call) for name, call in calls.items() if name in OPERATORS}
+                calls["__getitem__"] = _view_at_once(calls["__getitem__"])
+            found[id(language)] = [*calls.items()]
         for name, call in found[id(language)]:
             scope.set_attr(language, name, call)
 
     interpreter._patch_builtin = replace_builtins
+
+
+def _at_once(name, call):
+    """An operator of tensors as NumPy's. A hundred calls find out how two types combine, which
+    depends on the types alone: the first time they are made, and NumPy's result is compared."""
+    operation, known = OPERATORS[name], {}
+
+    def run(self, other):
+        kind = type(other)
+        if kind is core.constexpr:
+            other = other.value
+            kind = type(other)
+        if kind is core.tensor:
+            key, data = (self.type.name, other.type.name), other.handle.data
+        elif kind in LARGEST and abs(other) < LARGEST[kind]:
+            key, data = (self.type.name, kind), other
+        else:
+            return call(self, other)
+        if key not in known:
+            result, change = call(self, other), _operand(name, self, other)
+            if change and not _same(result.handle.data, operation(self.handle.data, change(data))):
+                change = None
+            known[key] = change, result.handle.dtype, result.type
+            return result
+        change, dtype, of_result = known[key]
+        if change is None:
+            return call(self, other)
+        data = operation(self.handle.data, change(data))
+        return core.tensor(interpreter.TensorHandle(data, dtype), of_result)
+
+    return run
+
+
+def _operand(name, tensor, other):
+    """What an operand becomes for NumPy, or None where NumPy computes something else."""
+    scalar = tensor.type.scalar
+    if not isinstance(other, core.tensor):
+        return NUMBERS.get((type(other), scalar.name))
+    if name == "__add__" and scalar.is_ptr() and other.type.scalar.name in ("int32", "int64"):
+        width = max(1, scalar.element_ty.primitive_bitwidth // 8)
+        return lambda data: width * data.astype(np.uint64)
+    types = TRUTH if name in ("__and__", "__or__") else PLAIN
+    return (lambda data: data) if other.type.scalar.name == scalar.name in types else None
+
+
+def _same(found, data):
+    alike = found.dtype == data.dtype and found.shape == data.shape
+    return alike and np.array_equal(found, data, equal_nan=data.dtype.kind == "f")
+
+
+def _view_at_once(call):
+    """x[:, None] as NumPy's: its type depends on that of x and on where None stands."""
+    known = {}
+
+    def run(self, slices):
+        if type(slices) is not tuple or not all(each is None or each == slice(None) for each in slices):
+            return call(self, slices)
+        key = self.type.name, *[each is None for each in slices]
+        if key not in known:
+            result = call(self, slices)
+            known[key] = result.handle.dtype, result.type
+            return result
+        dtype, of_result = known[key]
+        return core.tensor(interpreter.TensorHandle(self.handle.data[slices], dtype), of_result)
+
+    return run
 
 
 def _leave_tensors_where_they_are() -> None:
@@ -189,15 +274,23 @@ def _leave_operands_that_fit(owner) -> None:
     cast, broadcast, check = (
         getattr(owner, name) for name in ("cast", "broadcast_impl_value", "binary_op_type_checking_impl")
     )
-    fitting, numbers = set(), {}
+    fitting, numbers, converted = set(), {}, {}
 
     def left(self, input, dst_ty, *options):
         key = input.type.name, dst_ty.name
         if key in fitting:
             return input
+        found = converted.get(key)
+        if found is not None and not options:
+            data = input.handle.data.astype(found[0])
+            return core.tensor(interpreter.TensorHandle(data, found[1]), found[2])
         result = cast(self, input, dst_ty, *options)
         if result is input:
             fitting.add(key)
+        elif input.type.scalar.name in CONVERTED and result.type.scalar.name in PLAIN and not options:
+            data = result.handle.data
+            if _same(data, input.handle.data.astype(data.dtype)):
+                converted[key] = data.dtype, result.handle.dtype, result.type
         return result
 
     def both_left(change):
