@@ -83,6 +83,8 @@ def check_workspace(workspace: object) -> None:
     """Check that the workspace is a number of bytes or None."""
     if workspace is not None and (not isinstance(workspace, numbers.Integral) or isinstance(workspace, bool)):
         hint = "; 256 MiB are 256 * 2**20" if isinstance(workspace, str) else ""
+        if isinstance(workspace, float) and workspace.is_integer():
+            hint = f"; pass {int(workspace)}"
         raise ArgumentTypeError(f"workspace must be a number of bytes (int) or None, got {workspace!r}{hint}")
 
 

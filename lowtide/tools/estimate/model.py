@@ -160,7 +160,8 @@ def _read(path: Path) -> tuple[dict[str, Any], Path]:
     except FileNotFoundError as missing:
         names = ", ".join(BUILT_IN)
         raise UserError(
-            f"{path}: no such file, and no model of this name; there are {names}, or a config.json"
+            f"{path}: no such file, and no model of this name; there are {names}, or a config.json, which "
+            "you download from the Hub"
         ) from missing
     except (ValueError, RecursionError) as damaged:
         raise UserError(f"{path} is not JSON: {damaged}") from damaged

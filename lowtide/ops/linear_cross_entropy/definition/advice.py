@@ -106,9 +106,9 @@ def _same_order(given: Sequence[int], expected: Sequence[int]) -> bool:
 
 def for_class(value: int) -> str:
     """Advise on an entry of a target that is no class."""
-    advice = f"pass ignore_index={value} if these rows are not to count"
     if value < 0:
-        return f"; {advice}"
+        return f"; pass ignore_index={value} if these rows are not to count"
+    advice = "; the head may have fewer classes than the tokenizer"
     if dist.is_available() and dist.is_initialized():
-        advice += ", or group= if the weight is a rank's part of a divided head"
-    return f"; the head may have fewer classes than the tokenizer; {advice}"
+        advice += "; pass group= if the weight is a rank's part of a divided head"
+    return advice
