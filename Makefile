@@ -27,6 +27,7 @@ test-all: $(READY)  ## both, collected and imported once
 
 docs: $(READY_FOR_DOCS)  ## this site into docs/_build/html, without network; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
+	@touch docs/_build/html/.built
 	@echo "open docs/_build/html/index.html"
 
 tables: $(READY)  ## the tables of docs/ and the pictures of ratios, from benchmarks/*.csv and the code
