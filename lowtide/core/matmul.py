@@ -35,10 +35,9 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """
     if torch.is_autocast_enabled(tensor.device.type):
         return _without_autocast(tensor)
-    index = tensor.get_device()
-    if index < 0 or index == torch.cuda.current_device():  # to change it takes longer than to ask
-        return _UNCHANGED
-    return torch.cuda.device(index)
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _UNCHANGED  # to ask takes less time than to change it
+    return torch.cuda.device_of(tensor)
 
 
 @contextlib.contextmanager

@@ -62,12 +62,15 @@ def _are_plain(arguments: Iterable[Any]) -> bool:
     """Return True if all tensors, alone or in lists, are plain tensors on the CPU or CUDA.
 
     The dispatcher negates tensors that have torch's negative bit, and gives memory to tensors of
-    zeros that have none. Without the dispatcher our kernels would read other numbers there.
+    zeros that have none. Without the dispatcher our kernels would read other numbers there. Nor do
+    they unwrap tensors that outlive their transform.
     """
     for each in arguments:
         kind = type(each)
         if kind is Tensor or kind is nn.Parameter:
             if not (each.is_cuda or each.is_cpu) or each.is_neg() or each._is_zerotensor():
+                return False
+            if torch_private.is_wrapped(each):
                 return False
         elif isinstance(each, Tensor) or (kind in (list, tuple) and not _are_plain(each)):
             return False

@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,19 +108,15 @@ def finish_eagerly(
 
     With `in_place` a gradient takes the tensor's memory, if its dtype allows it.
     """
-    found: list[tuple[Tensor, Tensor]] = []
-    later: list[Any] = []
+    scalings, likes = [], []
     for tensor, factor, like in pending:
         first, second = grad_output, None
         if factor is not None and factor.numel():
             first, second = factor, grad_output
-        out = scaled(tensor, first, like.dtype, backend, second=second, in_place=in_place, later=later)
-        found.append((out, like))
-    if later:
-        from lowtide.core.kernels.triton_helpers import launch_scalings
-
-        launch_scalings(later)
-    return [out.reshape(like.shape) for out, like in found]
+        scalings.append(_scaling(tensor, first, like.dtype, second, in_place=in_place))
+        likes.append(like)
+    _scale_all(scalings, backend, spent=in_place)
+    return [each.out.reshape(like.shape) for each, like in zip(scalings, likes)]
 
 
 def _finish_traced(tensor: Tensor, factor: Tensor | None, like: Tensor, grad_output: Tensor) -> Tensor:
@@ -188,35 +184,66 @@ def _largest(tensor: Tensor) -> Tensor:
     return torch.maximum(tensor.amax(), -tensor.amin()).float()
 
 
-def scale_into(
-    out: Tensor,
-    tensor: Tensor,
-    factor: Tensor,
-    backend: str,
-    *,
-    second: Tensor | None = None,
-    spent: bool = False,
-    later: list[Any] | None = None,
-) -> None:
-    """Write factor * second * tensor to out, computed in factor's dtype and rounded once to out's.
+class Scaling(NamedTuple):
+    """Hold what out = factor * second * tensor is computed from; a second factor of None is 1.
 
-    out may be the tensor itself. A second factor of None stands for 1. `spent` says that the tensor
-    is not read again, and may be overwritten. With `later`, what is to be launched is added to this
-    list instead.
+    Both tensors are dense and lie alike. out may be the tensor itself.
     """
-    if backend == "triton" and tensor.is_cuda:
+
+    out: Tensor
+    tensor: Tensor
+    factor: Tensor
+    second: Tensor | None = None
+
+
+def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spent: bool = False) -> None:
+    """Write factor * tensor to out, computed in factor's dtype and rounded once to out's.
+
+    out may be the tensor itself. `spent` says that the tensor is not read again, and may be
+    overwritten.
+    """
+    _scale_all([Scaling(out, tensor, factor)], backend, spent=spent)
+
+
+def scaled(
+    tensor: Tensor, factor: Tensor | None, dtype: torch.dtype, backend: str, *, in_place: bool
+) -> Tensor:
+    """Return factor * tensor, rounded once to dtype; a factor of None stands for 1.
+
+    The result is in the tensor's own memory if `in_place` and its dtype allow it.
+    """
+    if factor is None:
+        tensor = tensor.contiguous() if _has_gaps(tensor) else tensor
+        return tensor if tensor.dtype == dtype else tensor.to(dtype)
+    scaling = _scaling(tensor, factor, dtype, in_place=in_place)
+    _scale_all([scaling], backend, spent=in_place)
+    return scaling.out
+
+
+def _scaling(
+    tensor: Tensor, factor: Tensor, dtype: torch.dtype, second: Tensor | None = None, *, in_place: bool
+) -> Scaling:
+    """Return a scaling of the tensor into memory of this dtype: its own if `in_place` allows it."""
+    if _has_gaps(tensor):  # as saved-tensor hooks may return one
+        tensor, in_place = tensor.contiguous(), True
+    own = in_place and tensor.dtype == dtype
+    return Scaling(tensor if own else torch.empty_like(tensor, dtype=dtype), tensor, factor, second)
+
+
+def _scale_all(scalings: Sequence[Scaling], backend: str, *, spent: bool) -> None:
+    """Compute each in its factor's dtype, rounded once to that of its out."""
+    if backend == "triton" and all(each.tensor.is_cuda for each in scalings):
         # torch's kernel for mixed dtypes handles one element at a time and takes three times as
         # long.
-        from lowtide.core.kernels.triton_helpers import Scaling, launch_scalings
+        from lowtide.core.kernels.triton_helpers import launch_scalings
 
-        scaling = Scaling(out, tensor, factor, second)
-        if later is None:
-            launch_scalings([scaling])
-        else:
-            later.append(scaling)
+        launch_scalings(scalings)
         return
-    if second is not None:
-        factor = factor * second
+    for out, tensor, factor, second in scalings:
+        _scale_in_torch(out, tensor, factor if second is None else factor * second, spent=spent)
+
+
+def _scale_in_torch(out: Tensor, tensor: Tensor, factor: Tensor, *, spent: bool) -> None:
     if tensor.dim() == 0:
         out.copy_(tensor * factor)
     elif tensor.is_cuda or out.dtype == tensor.dtype == factor.dtype:
@@ -236,31 +263,9 @@ def scale_into(
             out_rows.copy_(tensor_rows.to(factor.dtype) * factor)
 
 
-def scaled(
-    tensor: Tensor,
-    factor: Tensor | None,
-    dtype: torch.dtype,
-    backend: str,
-    *,
-    second: Tensor | None = None,
-    in_place: bool,
-    later: list[Any] | None = None,
-) -> Tensor:
-    """Return factor * second * tensor, rounded once to dtype; a factor of None stands for 1.
-
-    The result is in the tensor's own memory if `in_place` and its dtype allow it. `scale_into` says
-    what `later` is.
-    """
-    if not tensor.is_contiguous() and _has_gaps(tensor):  # as saved-tensor hooks may return one
-        tensor, in_place = tensor.contiguous(), True
-    if factor is None:
-        return tensor if tensor.dtype == dtype else tensor.to(dtype)
-    out = tensor if in_place and tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
-    scale_into(out, tensor, factor, backend, second=second, spent=in_place, later=later)
-    return out
-
-
 def _has_gaps(tensor: Tensor) -> bool:
     """Return True if the elements leave gaps in memory, which kernels without strides refuse."""
+    if tensor.is_contiguous():
+        return False
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return reach != tensor.numel()

@@ -5,6 +5,7 @@ Shapes: N tokens, D features, V classes.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,13 @@ def copies_rows(input: Tensor, dtype: torch.dtype) -> bool:
 def _is_aligned(tensor: Tensor, at: Callable[[Tensor], int]) -> bool:
     """Return True if each row begins at a multiple of 8 elements, which is at least 16 bytes."""
     return all(stride % VECTOR == 0 for stride in (*tensor.stride()[:-1], at(tensor)))
+
+
+def layouts_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """Return how each tensor lies: shape, strides, dtype and device; None for no tensor."""
+    return tuple(
+        [None if each is None else (each.shape, each.stride(), each.dtype, each.device) for each in tensors]
+    )
 
 
 def needs_aligned_copy(operand: Tensor, dtype: torch.dtype) -> bool:

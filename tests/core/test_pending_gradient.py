@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from lowtide.core.pending_gradient import PendingGradient, finish_gradients, outputs_of, scale_into
+from lowtide.core.pending_gradient import (
+    PendingGradient,
+    Scaling,
+    finish_gradients,
+    outputs_of,
+    scale_into,
+)
 from tests.support.loss import interpreted
 
 
@@ -46,13 +52,13 @@ def test_kernel_takes_both_factors(device, second, in_place):
     pytest.importorskip("triton")
     if device == "cpu" and not interpreted():
         pytest.skip("on the CPU the kernels run through the interpreter alone")
-    from lowtide.core.kernels.triton_helpers import Scaling, launch_scalings
+    from lowtide.core.kernels.triton_helpers import launch_scalings
 
     tensor = torch.randn(9001, device=device)
     factor = torch.tensor(0.5, device=device)
     other = None if second is None else torch.tensor(second, device=device)
     expected = torch.empty_like(tensor)
-    scale_into(expected, tensor, factor, "torch", second=other)
+    scale_into(expected, tensor, factor if other is None else factor * other, "torch")
     out = tensor.clone() if in_place else torch.empty_like(tensor)
     launch_scalings([Scaling(out, out if in_place else tensor, factor, other)])
     assert torch.equal(out, expected)
@@ -65,7 +71,7 @@ def test_one_launch_scales_two_tensors(device, sizes, monkeypatch):
     if device == "cpu" and not interpreted():
         pytest.skip("on the CPU the kernels run through the interpreter alone")
     from lowtide.core.kernels import triton_helpers
-    from lowtide.core.kernels.triton_helpers import Scaling, launch_scalings
+    from lowtide.core.kernels.triton_helpers import launch_scalings
 
     half, third = (torch.tensor(each, device=device) for each in (0.5, 1 / 3))
     scalings = []
@@ -77,7 +83,7 @@ def test_one_launch_scales_two_tensors(device, sizes, monkeypatch):
     launch_scalings(scalings)
     for each in scalings:
         expected = torch.empty_like(each.tensor)
-        scale_into(expected, each.tensor, each.factor, "torch", second=each.second)
+        scale_into(expected, each.tensor, each.factor * each.second, "torch")
         assert torch.equal(each.out, expected)
     alike = [size for place, size in enumerate(sizes) if size and place != 2]
     assert len(launches) == -(-len(alike) // 2) + (len(sizes) > 2 and sizes[2] > 0)

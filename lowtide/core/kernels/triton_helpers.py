@@ -1,11 +1,10 @@
 """Hold Triton functions that several operators' kernels use: the soft cap, and scaling a tensor."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv
 from lowtide.core.kernels.launch import remember_launches
@@ -33,26 +32,6 @@ def slope_of_tanh(room):
     Computed as this difference, the slope would lose its digits where the cap is reached.
     """
     return room * (2.0 - room)
-
-
-class Scaling(NamedTuple):
-    """Hold what out = factor * second * tensor is computed from; a second factor of None is 1.
-
-    Both tensors are contiguous, and out may be the tensor itself.
-    """
-
-    out: Tensor
-    tensor: Tensor
-    factor: Tensor
-    second: Tensor | None = None
-
-    @property
-    def in_place(self) -> bool:
-        return self.out.data_ptr() == self.tensor.data_ptr()
-
-    def is_like(self, other: "Scaling") -> bool:
-        """Return True if one launch can compute both."""
-        return self.factor is other.factor and self.second is other.second and self.in_place == other.in_place
 
 
 @remember_launches
@@ -85,17 +64,31 @@ def _scale_blocks(tensor_ptr, out_ptr, count, factor, BLOCK: tl.constexpr):
         tl.store(out_ptr + offsets, scaled.to(out_ptr.dtype.element_ty), mask=offsets < count)
 
 
-def launch_scalings(scalings: Iterable[Scaling]) -> None:
-    """Compute each of them in float32, rounded once; two in one launch where they are alike."""
+def launch_scalings(scalings: Iterable[Any]) -> None:
+    """Compute out = factor * second * tensor in float32, rounded once, for each of the scalings.
+
+    core/pending_gradient.py defines a scaling. One launch computes two that have their factors in
+    common: those of input and weight, which most losses have.
+    """
     waiting = [each for each in scalings if each.tensor.numel()]
     while waiting:
-        one = waiting.pop()
-        places = [place for place, each in enumerate(waiting) if each.is_like(one)]
-        other = waiting.pop(places[-1]) if places else None
-        counts = one.tensor.numel(), 0 if other is None else other.tensor.numel()
+        one = waiting.pop(0)
+        place = next((place for place, each in enumerate(waiting) if _are_alike(one, each)), None)
+        other = None if place is None else waiting.pop(place)
+        count, other_count = one.tensor.numel(), 0 if other is None else other.tensor.numel()
         block = 4096
         # Launch so few programs that they end at once where the factor is 1.
-        _scale_kernel[(min(cdiv(max(counts), block), 2048),)](
-            one.tensor, other and other.tensor, one.factor, one.second, one.out, other and other.out,
-            *counts, IN_PLACE=one.in_place, BLOCK=block, num_warps=8,
+        _scale_kernel[(min(cdiv(max(count, other_count), block), 2048),)](
+            one.tensor, None if other is None else other.tensor, one.factor, one.second,
+            one.out, None if other is None else other.out, count, other_count,
+            IN_PLACE=_is_in_place(one), BLOCK=block, num_warps=8,
         )  # fmt: skip
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    same = one.factor is other.factor and one.second is other.second
+    return same and _is_in_place(one) == _is_in_place(other)
+
+
+def _is_in_place(scaling: Any) -> bool:
+    return bool(scaling.out.data_ptr() == scaling.tensor.data_ptr())

@@ -63,26 +63,25 @@ Note = Launch | Operation | Begin | End
 Results = Sequence[Tensor | None]
 
 
-class RecordedFunction:
-    """Hold a function of tensors, and a recording for each likeness of its calls."""
+class Recordings:
+    """Hold a recording for each likeness of the calls of functions of tensors."""
 
-    def __init__(self, function: Callable[..., Results]) -> None:
-        self.function = function
+    def __init__(self) -> None:
         self.known: dict[Hashable, Recording | None] = {}
         self.calls: dict[Hashable, int] = {}
         """Counts the calls of each likeness until it is recorded."""
 
-    def __call__(self, likeness: Hashable, *tensors: Tensor | None) -> Results:
+    def call(self, function: Callable[..., Results], likeness: Hashable, tensors: Results) -> Results:
         """Return function(*tensors), computed on the current device, where the tensors are.
 
-        `likeness` must differ for calls that differ in anything that the function depends on,
-        except where tensors begin. This torch must have `torch_private.below_autograd`.
+        `likeness` must differ for calls that differ in the function or in anything that it depends
+        on, except where tensors begin. This torch must have `torch_private.below_autograd`.
         """
         likeness = likeness, _alignment(tensors)
         if likeness not in self.known and self._comes_often(likeness):
             if len(self.known) >= MOST:
                 self.known.clear()
-            self.known[likeness] = record(self.function, tensors)
+            self.known[likeness] = record(function, tensors)
         recording = self.known.get(likeness)
         if recording is not None:
             try:
@@ -92,7 +91,7 @@ class RecordedFunction:
                     raise
                 self.known[likeness] = None
         with torch_private.below_autograd():
-            return self.function(*tensors)
+            return function(*tensors)
 
     def _comes_often(self, likeness: Hashable) -> bool:
         """Count a call, and return True if it is the one to be recorded."""
@@ -104,6 +103,18 @@ class RecordedFunction:
             return False
         self.calls.pop(likeness, None)  # another thread may have done so
         return True
+
+
+class RecordedFunction(Recordings):
+    """Hold a function of tensors, and a recording for each likeness of its calls."""
+
+    def __init__(self, function: Callable[..., Results]) -> None:
+        super().__init__()
+        self.function = function
+
+    def __call__(self, likeness: Hashable, *tensors: Tensor | None) -> Results:
+        """Return function(*tensors); see `call`."""
+        return self.call(self.function, likeness, tensors)
 
 
 def _alignment(tensors: Sequence[Tensor | None]) -> Hashable:

@@ -83,7 +83,10 @@ def _gradients(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...
 def _call(
     operator: Any, tensors: Sequence[Tensor | None], needs_grad: list[bool], options: DistillationOptions
 ) -> list[Any]:
-    """Call an operator; where kernels of Triton compute it, by a recording of like calls."""
+    """Call an operator; where kernels of Triton compute it, by a recording of like calls.
+
+    The ranks of a group agree in each call, which no recording does.
+    """
     first = next(each for each in tensors if each is not None)
     if (
         options.group

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from lowtide.core import torch_private
+from lowtide.memory import peak_memory
 from lowtide.ops.distillation import autograd, planner
 from tests.ops.distillation.helpers import DIVERGENCES, REDUCTIONS, fused, make_inputs
 from tests.support.extended import all_extended_but
@@ -23,7 +25,7 @@ def runs(device, monkeypatch):
     for module in (planner, autograd):  # on a CPU auto takes plain torch, also in the interpreter
         monkeypatch.setattr(module, "choose_backend", lambda *_: "triton")
     monkeypatch.setattr(recorded, "RECORDED_CALL", 2)
-    monkeypatch.setattr(like_calls, "_functions", {})
+    monkeypatch.setattr(like_calls, "_recordings", {})
     found, run = [], recorded.Recording.run
 
     def counted(self, tensors):
@@ -66,6 +68,7 @@ def test_upstream_gradients_of_any_layout(device, runs, layout):
     expected = step(inputs, "reverse", other.contiguous(), reduction="none")
     for _ in range(3):
         assert all(map(torch.equal, step(inputs, "reverse", other, reduction="none"), expected))
+    assert len(runs) == (6 if layout == "plain" else 5)  # the first upstream gradient was contiguous
 
 
 def test_other_calls_between(device, runs):
@@ -88,6 +91,31 @@ def test_new_numbers_are_read(device, runs):
     with torch.no_grad():
         inputs.student_input.mul_(0.5)
         inputs.teacher_weight.neg_()
+    assert len(runs) == 3
     found = step(inputs, "forward")
-    like_calls._functions.clear()
+    assert len(runs) == 4
+    like_calls._recordings.clear()
     assert all(map(torch.equal, step(inputs, "forward"), found))
+
+
+def test_lengths_that_come_once_drop_no_recording(device, runs):
+    """A size that repeats among them is recorded once, and stays so."""
+    inputs = make_inputs(9, 16, 40, 8, device=device)
+    for length in range(10, 10 + 2 * recorded.MOST):
+        step(inputs, "forward")
+        step(make_inputs(length, 16, 40, 8, device=device), "forward")
+    assert len(runs) == 2 * recorded.MOST - 1
+    assert len({id(each) for each in runs}) == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_same_peak(device, runs, monkeypatch, reduction):
+    inputs = make_inputs(64, 16, 400, 8, device=device)
+    monkeypatch.setattr(torch_private, "profiles", lambda: False)  # a profile measures the CPU's peak
+    peaks = []
+    for _ in range(3):
+        with peak_memory(device) as peak:
+            step(inputs, "js 0.5", reduction=reduction)
+        peaks.append(peak.bytes)
+    assert len(runs) == (4 if reduction == "none" else 2)
+    assert max(peaks) <= peaks[0]

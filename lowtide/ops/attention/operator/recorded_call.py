@@ -15,6 +15,7 @@ from torch import Tensor
 from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.recording.recorded import RecordedFunction
+from lowtide.core.strides import layouts_of
 from lowtide.ops.attention.definition.masks import AttentionBias, Band, intervals
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands
 from lowtide.ops.attention.operator import ops
@@ -66,10 +67,9 @@ class RecordedCall:
         assert saved[2] is not None
         if not seen_by_nobody(saved):
             return self._backward(*saved, by_operator=True)
-        # Hooks on saved tensors may bring these back in other strides.
-        strides = tuple([None if each is None else each.stride() for each in saved])
+        # Hooks on saved tensors may bring these back in another layout.
         with torch.cuda.device_of(saved[2]):
-            return self.backward((self._pieces(), strides), *saved)
+            return self.backward((self._pieces(), layouts_of(saved)), *saved)
 
     def differentiable(
         self, grad_output: Tensor | None, grad_logsumexp: Tensor | None, *saved: Tensor | None

@@ -9,7 +9,7 @@ Shapes: N tokens, D features, V classes.
 """
 
 import contextlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.pending_gradient import finish_gradients
+from lowtide.core.strides import layouts_of
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, Tensors
 from lowtide.ops.linear_cross_entropy.operator import autograd, ops
 from lowtide.ops.linear_cross_entropy.operator.planner import with_copies
@@ -92,7 +93,7 @@ class RememberedCall:
     ) -> Sequence[Tensor | None]:
         """Return the wanted gradients of a call by row, recorded where such calls come often."""
         # The memory of a parameter may be another one since forward, as where it was offloaded.
-        return self.backward(strides_of([*grad_output, *tensors]), *grad_output, *tensors, *kept)
+        return self.backward(layouts_of([*grad_output, *tensors]), *grad_output, *tensors, *kept)
 
     def by_operator(
         self, tensors: Tensors, kept: Any, grad_output: Sequence[Tensor | None]
@@ -134,10 +135,6 @@ class RememberedCall:
             found = [] if gradients is None else [each for each in gradients.all if each is not None]
             return [loss, *(part for each in found for part in (each.tensor, each.remaining))]
         return [*ops.results_by_row(plan, head, labels)]
-
-
-def strides_of(tensors: Sequence[Tensor | None]) -> Hashable:
-    return tuple([None if each is None else each.stride() for each in tensors])
 
 
 class linear_cross_entropy(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lowtide.core.collectives import group_named
 from lowtide.core.matmul import on_device_of
+from lowtide.core.strides import layouts_of
 from lowtide.ops.linear_cross_entropy.definition.head import Tensors
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import call_number, with_number
 from lowtide.ops.linear_cross_entropy.operator import ops
@@ -24,7 +25,7 @@ from lowtide.ops.linear_cross_entropy.operator.own_call import (
     upstream_of,
 )
 from lowtide.ops.linear_cross_entropy.operator.planner import rows_for
-from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall, strides_of
+from lowtide.ops.linear_cross_entropy.operator.remembered_call import RememberedCall
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks import equal_values, messages
 from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement, Terms
@@ -63,7 +64,7 @@ class RememberedCallOfRanks(RememberedCall):
             self.backward_passes[which] = AgreedPass(self, tensors, self._compared_by_row, upstream)
         number = call_number(kept) if self.waits else None
         given = *grad_output, *tensors, *(kept[:-1] if self.waits else kept)
-        return self.backward_passes[which].run(tensors, strides_of(given), given, number)[0]
+        return self.backward_passes[which].run(tensors, layouts_of(given), given, number)[0]
 
     # What is recorded.
 

@@ -284,3 +284,13 @@ def test_targets_are_still_checked():
     target[5] = 40
     with pytest.raises(IndexError, match="classes from 0 to 39"):
         lowtide.linear_cross_entropy(x, w, target, backend="triton")
+
+
+@pytest.mark.parametrize("name", ["linear_bias", "input"])
+def test_tensor_that_outlives_its_transform(device, runs, name):
+    """It has no memory of its own: each call unwraps it."""
+    tensors = Case(extras=("linear_bias",)).tensors(device)
+    kept, plain = [], tensors[name].detach()
+    torch.func.grad(lambda each: (kept.append(each), each.sum())[1])(plain)
+    found = [results_of(tensors | {name: each}, {})[0].item() for each in (plain, *kept * 3)]
+    assert found == found[:1] * 4

@@ -253,7 +253,8 @@ def _gather_targets_kernel(exp_CV_ptr, class_N_ptr, out_CT_ptr, stride, N, V, T,
 def gather_targets(exp_CV: Tensor, class_N: Tensor, T: int) -> Tensor:  # [C, T]
     """Return the columns of exp that the sorted targets name, and others that nothing reads.
 
-    The column of an ignored row, which has no class, is any one, and so are those beyond N.
+    The column of an ignored row, which has no class, is any one, and so are those beyond N. The
+    columns of exp lie side by side.
     """
     (C, V), N = exp_CV.shape, class_N.shape[0]
     out_CT = torch.empty(C, T, dtype=exp_CV.dtype, device=exp_CV.device)
