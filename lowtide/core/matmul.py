@@ -33,9 +33,10 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     Triton launches on the current device, wherever its tensors are. Autocast has been applied to
     the operands already.
     """
-    if torch.is_autocast_enabled(tensor.device.type):
+    device = tensor.device
+    if torch.is_autocast_enabled(device.type):
         return _without_autocast(tensor)
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _UNCHANGED  # to ask takes less time than to change it
     return torch.cuda.device_of(tensor)
 

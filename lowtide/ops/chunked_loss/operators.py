@@ -29,7 +29,7 @@ from lowtide.core import torch_private
 from lowtide.core.checks import HALVES
 from lowtide.ops.chunked_loss.accumulate import Sum, sum_dtype
 from lowtide.ops.chunked_loss.isolation import is_isolated
-from lowtide.ops.linear_cross_entropy.engines.row_math import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     LogitTransform,
     RowCoefs,
     SoftmaxStats,

@@ -33,9 +33,9 @@ from lowtide.ops.distillation.part_stats import merge_sums
 from lowtide.ops.distillation.planner import ALIGNMENT, DistillationPlan
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import LogitTransform
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one, as_sums
 from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
-from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import SingleProduct

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.elementwise import add_row_sum, exp_
-from lowtide.ops.linear_cross_entropy.engines.row_math import ByRow, LogitTransform
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ByRow, LogitTransform
 
 
 class HeadTile(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from lowtide.ops.distillation import divergences, planner, softmax_torch
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
-from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import LogitTransform
 from tests.ops.distillation.helpers import DIVERGENCES, check, differentiate, fused, make_inputs
 from tests.support.loss import interpreted, norm, skip_unless_runnable
 

@@ -8,8 +8,7 @@ operator/planner.py chooses the engine of a call, and operator/ops.py creates it
 
 Modules, in import order (a module imports only from those above it):
 
-row_math            the formulas of a row in torch: logits, statistics, coefficients of the gradient
-row_math_triton     the formulas that kernels share, in Triton
+formulas/           the arithmetic of a row in torch and in Triton
 gradients           memory for the gradients, and the factors still to be applied to them
 gemm/               what the GEMM kernels share, in Triton and in Gluon
 part_stats          statistics of parts of the classes, gathered from the ranks and merged
@@ -17,6 +16,7 @@ excluded_part_stats the same for statistics that exclude the target
 excluded_part_stats_triton   the same for a loss, one Triton launch per function
 token_order         the tokens of all ranks, and sums of input gradients over the ranks
 row_loss            the loss of each row, and the coefficients of its gradient
+row_results_triton  its results by row, and coefficients of log-probabilities, in Triton
 row_loss_triton     the same on the backend "triton", one launch per function
 saved_stats         row statistics as an operator's outputs, with the engine that made them
 weight_gradient/    accumulators of the weight gradient, and the choice of one

@@ -22,8 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
+    ExcludedTargetStats,
+    RowCoefs,
+    target_nll,
+)
 from lowtide.ops.linear_cross_entropy.engines.part_stats import INTEGERS, gather_parts
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, target_nll
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv
 from lowtide.core.kernels.launch import remember_launches
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import target_nll
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ExcludedTargetStats, RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math_triton import target_nll
 
 BLOCK_C = 128
 INFINITY = tl.constexpr(float("inf"))

@@ -17,10 +17,7 @@ from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
-from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate, no_gradients
-from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
-from lowtide.ops.linear_cross_entropy.engines.row_math import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     ExcludedTargetStats,
     LogitTransform,
     RowCoefs,
@@ -28,6 +25,9 @@ from lowtide.ops.linear_cross_entropy.engines.row_math import (
     SoftmaxStats,
     TileColumns,
 )
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate, no_gradients
+from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.planning.plan import Plan

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lowtide.ops.linear_cross_entropy.engines.row_math import SoftmaxStats
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import SoftmaxStats
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement

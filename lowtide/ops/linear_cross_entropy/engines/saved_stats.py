@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import Options
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ExcludedTargetStats, RowStats
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, Stats
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowStats
 from lowtide.ops.linear_cross_entropy.planning.call import ENGINES, EXCLUDING
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ def triton() -> None:
     from lowtide.ops.distillation import softmax_torch, softmax_triton
     from lowtide.ops.distillation.part_stats import merge_sums
     from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
-    from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
+    from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import LogitTransform
 
     torch.manual_seed(6)
     C, V = 5, 300

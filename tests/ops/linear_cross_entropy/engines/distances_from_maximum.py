@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, transformed
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math_triton import slope_of, transformed
 
 POINTERS = ("u_ptr", "scale_ptr", "max_ptr", "distance_ptr", "slope_ptr")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ExcludedTargetStats, RowCoefs
 
 triton_formulas = pytest.importorskip(
     "lowtide.ops.linear_cross_entropy.engines.excluded_part_stats_triton",

@@ -12,9 +12,9 @@ import torch
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.engines import row_loss
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ExcludedTargetStats, SoftmaxStats
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import make_rows
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, SoftmaxStats
 from tests.support.loss import make_inputs, planned, skip_unless_runnable
 
 pytest.importorskip("triton")

@@ -15,15 +15,15 @@ from lowtide.core.bfloat16_units import gemm
 from lowtide.core.elementwise import scaled
 from lowtide.core.matmul import blocks, in_three_parts
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.spec import VECTOR_BLOCK
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
-from lowtide.ops.linear_cross_entropy.engines.row_math import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     LARGEST_SUM,
     ExcludedTargetStats,
     RowCoefs,
     excluded_coefs,
     excluded_logsumexp,
 )
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
+from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import (
     WeightAccumulator,
     choose_accumulator,

@@ -21,8 +21,12 @@ from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
     no_classes,
     own_places,
 )
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
+    ExcludedTargetStats,
+    RowCoefs,
+    excluded_coefs,
+)
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs, excluded_coefs
 from lowtide.ops.linear_cross_entropy.engines.token_order import SummedRows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
 from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASSES

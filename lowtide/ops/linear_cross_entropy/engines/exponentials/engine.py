@@ -50,12 +50,12 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import mark
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_statistics import ExponentialsStatistics
 from lowtide.ops.linear_cross_entropy.engines.exponentials.target_order import sorted_targets
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.row_math import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     ExcludedTargetStats,
     RowCoefs,
     excluded_logsumexp,
 )
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels, target_rows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.accumulators import TritonFloatSum
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator

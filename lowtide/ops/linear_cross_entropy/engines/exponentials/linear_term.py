@@ -29,8 +29,8 @@ from lowtide.core.matmul import Operand, blocks, product, product_of_rows, sum_o
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.exponentials import input_gradient
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import recomputed_product
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv
 from lowtide.core.kernels.launch import remember_launches
-from lowtide.ops.linear_cross_entropy.engines import row_math
+from lowtide.ops.linear_cross_entropy.engines.formulas import row_math
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reduced, reducing
-from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
-from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import row_at
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ExcludedTargetStats, RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math_triton import (
     target_nll,
     target_numerator,
     whole_softmax_coef,
 )
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
+from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import row_at
 
 
 @remember_launches

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import reducing
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ExcludedTargetStats, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 
 # Replaces smaller differences m - r, such as -inf if m is -inf. exp(-200) is 0 in float32, and 0
 # times -200 is 0, but 0 times -inf would be NaN.

@@ -17,9 +17,9 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import (
     mark_infinite,
     replace_references,
 )
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ExcludedTargetStats, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 
 
 class ExponentialsStatistics(LossEngine):

@@ -37,9 +37,9 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.memory import Exponen
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import add_partials, marks_memory
 from lowtide.ops.linear_cross_entropy.engines.exponentials.row_coefficients import coefficients
 from lowtide.ops.linear_cross_entropy.engines.exponentials.target_order import sorted_targets
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ExcludedTargetStats, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.row_math import ExcludedTargetStats, RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.token_order import SummedRows
 from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASSES
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import RowCoefs, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.part_stats import begin_merge
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded_classes
 
 

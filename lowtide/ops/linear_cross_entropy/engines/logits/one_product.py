@@ -27,12 +27,16 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows, rows_of
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
+    LogitTransform,
+    SoftmaxStats,
+    TileColumns,
+)
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, as_sums
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
 from lowtide.ops.linear_cross_entropy.engines.logits.spec import rows_in_gradient
 from lowtide.ops.linear_cross_entropy.engines.row_loss import as_vector
 from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss
-from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, padded_classes
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import even_rows
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.elementwise import add_row_sum, exp_, rounded_in_place, rows_in_memory
-from lowtide.ops.linear_cross_entropy.engines.row_math import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     RowCoefs,
     SoftmaxStats,
     TileColumns,

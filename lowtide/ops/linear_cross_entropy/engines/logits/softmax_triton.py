@@ -19,8 +19,8 @@ from torch import Tensor
 from lowtide.core.elementwise import add_row_sum
 from lowtide.core.kernels.backend import next_power_of_2
 from lowtide.core.kernels.launch import remember_launches
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import RowCoefs, SoftmaxStats, TileColumns
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math_triton import (
     slope_of,
     target_nll,
     target_numerator,

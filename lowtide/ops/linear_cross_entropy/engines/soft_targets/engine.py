@@ -28,9 +28,9 @@ from torch import Tensor
 
 from lowtide.core.elementwise import add_row_sum
 from lowtide.core.kernels import backend
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import RowCoefs, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import gemm_triton, softmax_triton
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 

@@ -22,11 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from lowtide.core.kernels.backend import cdiv
 from lowtide.core.kernels.launch import remember_launches
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import TileColumns
 from lowtide.ops.linear_cross_entropy.engines.gemm import gluon as pipeline
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.gluon import DEPTH, HALF, WIDTH, pack_args
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import halves, multiprocessors, tile_at
-from lowtide.ops.linear_cross_entropy.engines.row_math import TileColumns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     distances_below,
     in_16_bits,

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv
 from lowtide.core.kernels.launch import remember_launches
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import TileColumns
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math_triton import transformed
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import (
     LOG2_E,
@@ -30,8 +32,6 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.triton import (
     multiprocessors,
     tile_at,
 )
-from lowtide.ops.linear_cross_entropy.engines.row_math import TileColumns
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import transformed
 
 # A distance is stored as a 16-bit number of steps of 1 / STEPS. FURTHEST, the largest number,
 # stands for infinity.

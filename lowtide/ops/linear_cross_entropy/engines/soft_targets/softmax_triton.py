@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv, next_power_of_2
 from lowtide.core.kernels.launch import remember_launches
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import RowCoefs, SoftmaxStats, TileColumns
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math_triton import whole_softmax_coef
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs, SoftmaxStats, TileColumns
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import whole_softmax_coef
 from lowtide.ops.linear_cross_entropy.engines.soft_targets.gemm_triton import (
     FURTHEST,
     STEPS,

@@ -76,7 +76,8 @@ def _results(names: str, absent: str, **changes: Any) -> Build:
         **{f"{name}_ptr": F32 for name in names.split()},
         **{f"{name}_ptr": None for name in absent.split()},
     }
-    return _row_loss("_results_kernel", 4, 512, arguments, **changes)
+    arguments |= {"N": I32, "BLOCK": 512} | changes
+    return Build("ops.linear_cross_entropy.engines.row_results_triton", "_results_kernel", arguments, 4)
 
 
 def _log_prob_coefs(**changes: Any) -> Build:
@@ -87,7 +88,7 @@ def _log_prob_coefs(**changes: Any) -> Build:
         **dict.fromkeys(("log_prob_stride", "entropy_stride", "lse_stride"), 1),
         "BLOCK": 512,
     }
-    module = "ops.linear_cross_entropy.engines.row_loss_triton"
+    module = "ops.linear_cross_entropy.engines.row_results_triton"
     return Build(module, "_log_prob_coefs_kernel", arguments | changes, 4)
 
 

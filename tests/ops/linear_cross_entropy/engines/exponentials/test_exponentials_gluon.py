@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import launch
-from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import LogitTransform
 
 pytestmark = [pytest.mark.gpu, NEEDS_CUDA]
 

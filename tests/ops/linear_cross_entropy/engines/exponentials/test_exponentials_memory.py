@@ -24,7 +24,7 @@ from lowtide.core.pending_gradient import PendingGradient
 from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
-from lowtide.ops.linear_cross_entropy.engines.row_math import RowCoefs
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import RowCoefs
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import accumulators, in_torch
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning import memory_model, remembered

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from lowtide.ops.linear_cross_entropy.engines import row_math_triton
 from lowtide.ops.linear_cross_entropy.engines.exponentials import recompute, target_order
-from lowtide.ops.linear_cross_entropy.engines.row_math import LARGEST_SUM
+from lowtide.ops.linear_cross_entropy.engines.formulas import row_math_triton
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import LARGEST_SUM
 
 SIZES = pytest.mark.parametrize(("T", "C"), [(300, 333), (2, 1), (128, 129), (1002, 64)])
 

@@ -5,13 +5,13 @@ import torch
 
 from lowtide.core.bfloat16_units import gemm
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import softmax_gradient_
-from lowtide.ops.linear_cross_entropy.engines.row_math import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     LogitTransform,
     RowCoefs,
     SoftmaxStats,
     TileColumns,
 )
+from lowtide.ops.linear_cross_entropy.engines.logits.softmax_torch import softmax_gradient_
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.remembered import forget
 from tests.support.half_products import half_products

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lowtide.ops.linear_cross_entropy.engines.logits import softmax_torch
-from lowtide.ops.linear_cross_entropy.engines.row_math import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     LogitTransform,
     RowCoefs,
     SoftmaxStats,
     TileColumns,
 )
+from lowtide.ops.linear_cross_entropy.engines.logits import softmax_torch
 from tests.support.loss import interpreted, norm
 
 pytest.importorskip("triton")

@@ -26,7 +26,7 @@ from tests.support.rehearsals import in_rehearsal
 pytest.importorskip("triton")
 
 from lowtide.ops.linear_cross_entropy.dispatch import cross_entropy
-from lowtide.ops.linear_cross_entropy.engines.row_math import (
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     LogitTransform,
     RowCoefs,
     SoftmaxStats,

@@ -14,7 +14,7 @@ from tests.conftest import NEEDS_CUDA
 pytest.importorskip("triton")
 
 from lowtide.core.kernels import backend
-from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform, TileColumns
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import LogitTransform, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import engine, gemm_triton
 
 OPTIONS = {

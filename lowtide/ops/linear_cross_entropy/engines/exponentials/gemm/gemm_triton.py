@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from lowtide.core.kernels.launch import remember_launches
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math_triton import slope_of, transformed
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows_triton import counted_rows
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import LOG2_E, halves, tile_at
-from lowtide.ops.linear_cross_entropy.engines.row_math_triton import slope_of, transformed
 
 HUGE = tl.constexpr(1e38)
 LOG_2 = tl.constexpr(0.6931471805599453)

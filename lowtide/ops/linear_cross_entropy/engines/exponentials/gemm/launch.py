@@ -16,9 +16,9 @@ from torch import Tensor
 from lowtide.core.kernels import backend
 from lowtide.core.kernels.backend import cdiv
 from lowtide.ops.linear_cross_entropy.engines.exponentials.gemm import gemm_triton as kernels
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import LogitTransform
 from lowtide.ops.linear_cross_entropy.engines.gemm import triton as tiles
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
-from lowtide.ops.linear_cross_entropy.engines.row_math import LogitTransform
 
 Term = tuple[Tensor, Tensor]
 # The Gluon pipeline runs GEMMs of at most PIPELINED_FEATURES features, where the epilogue takes a
