@@ -63,7 +63,14 @@ OVER_PRODUCTS = "1.6 to 3.4 times the products"
 UNTRIED = "nobody has run it: lowtide doctor --selftest tells"
 SIMULATED = "checked on a simulated device, never on a real one"
 # Kernels of the loss that any card runs; the others are those of the engines for Hopper.
-ANY_CARD = ("engines.logits", "core.kernels.triton_helpers", "row_kernels", "target_rows", "row_loss_triton")
+ANY_CARD = (
+    "engines.logits",
+    "core.kernels.triton_helpers",
+    "row_kernels",
+    "target_rows",
+    "row_loss_triton",
+    "row_results_triton",
+)
 
 
 class Way(NamedTuple):
