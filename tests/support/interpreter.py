@@ -163,7 +163,7 @@ def _at_once(name, call):
 
 
 def _operand(name, tensor, other):
-    """What an operand becomes for NumPy, or None where NumPy computes something else."""
+    """Return what turns an operand into NumPy's, or None where NumPy computes something else."""
     scalar = tensor.type.scalar
     if not isinstance(other, core.tensor):
         return NUMBERS.get((type(other), scalar.name))

@@ -11,7 +11,7 @@ SOURCES = "docs", "lowtide", "benchmarks", "examples", "README.md", "CHANGELOG.m
 
 
 def _is_current(stamp):
-    """Whether the site was built after everything that it is built from was changed."""
+    """Return True if the site was built after everything that it is built from was changed."""
     if not stamp.exists():
         return False
     made = stamp.stat().st_mtime
