@@ -12,6 +12,7 @@ from tests.support.loss import interpreted
 
 pytest.importorskip("triton")
 recorded = pytest.importorskip("lowtide.core.recording.recorded")
+recordings = pytest.importorskip("tests.support.recordings")
 like_calls = pytest.importorskip("lowtide.core.recording.like_calls")
 
 BF16 = torch.bfloat16
@@ -26,14 +27,7 @@ def runs(device, monkeypatch):
         monkeypatch.setattr(module, "choose_backend", lambda *_: "triton")
     monkeypatch.setattr(recorded, "RECORDED_CALL", 2)
     monkeypatch.setattr(like_calls, "_recordings", {})
-    found, run = [], recorded.Recording.run
-
-    def counted(self, tensors):
-        found.append(self)
-        return run(self, tensors)
-
-    monkeypatch.setattr(recorded.Recording, "run", counted)
-    return found
+    return recordings.count_runs(monkeypatch)
 
 
 def step(inputs, divergence, upstream=None, **options):

@@ -15,6 +15,7 @@ from tests.support.loss import interpreted
 
 pytest.importorskip("triton")
 recorded = pytest.importorskip("lowtide.core.recording.recorded")
+recordings = pytest.importorskip("tests.support.recordings")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 BF16 = torch.bfloat16
@@ -93,14 +94,7 @@ def runs(device, monkeypatch):
     monkeypatch.setattr(recorded, "RECORDED_CALL", 1)
     # It reads a target on the CPU, which a rehearsal cannot.
     monkeypatch.setattr(row_loss_triton, "check_classes", lambda *_: None)
-    found, run = [], recorded.Recording.run
-
-    def counted(self, tensors):
-        found.append(self)
-        return run(self, tensors)
-
-    monkeypatch.setattr(recorded.Recording, "run", counted)
-    return found
+    return recordings.count_runs(monkeypatch)
 
 
 @pytest.mark.parametrize("name", CASES)
