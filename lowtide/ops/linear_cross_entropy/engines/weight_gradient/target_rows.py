@@ -294,22 +294,9 @@ def add_target_rows(
     # fewer, a frequent class takes longer (decision 0074).
     block = min(512, block_width(D))
     _add_target_rows_kernel[(N, cdiv(D, block))](
-        x,
-        target_weight_coef_N,
-        factor,
-        class_N,
-        order_N,
-        sum,
-        beside,
-        *row_strides(x),
-        N,
-        D,
-        sum.shape[0],
-        BY_PLACE=by_place,
-        BLOCK_N=8,
-        BLOCK=block,
-        num_warps=2,
-    )
+        x, target_weight_coef_N, factor, class_N, order_N, sum, beside, *row_strides(x), N, D, sum.shape[0],
+        BY_PLACE=by_place, BLOCK_N=8, BLOCK=block, num_warps=2,
+    )  # fmt: skip
 
 
 def round_block(
@@ -333,20 +320,6 @@ def round_block(
     (B, D), N = sum_BD.shape, class_N.shape[0]
     block = block_width(D)  # with half this width the kernel reached half of the memory bandwidth
     _round_block_kernel[(B, cdiv(D, block))](
-        sum_BD,
-        x,
-        target_weight_coef_N,
-        class_N,
-        order_N,
-        first_V,
-        class_weight_V,
-        smoothing_row_D,
-        factor,
-        out_VD,
-        *row_strides(x),
-        N,
-        D,
-        first_class,
-        BLOCK_N=16,
-        BLOCK=block,
-    )
+        sum_BD, x, target_weight_coef_N, class_N, order_N, first_V, class_weight_V, smoothing_row_D, factor,
+        out_VD, *row_strides(x), N, D, first_class, BLOCK_N=16, BLOCK=block,
+    )  # fmt: skip
