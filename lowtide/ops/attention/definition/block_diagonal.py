@@ -25,7 +25,8 @@ class BlockDiagonalMask(AttentionBias):
         mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # x: [1, sum of M_i, H, K]
         y1, y2, y3 = mask.split(memory_efficient_attention(x, x, x, mask))
 
-    Memory: the starts of the sequences, once for each device.
+    Memory: the starts of the sequences, once for each device, and the interval of keys that each
+    query sees, 8 bytes a query, once for each device, stream and window.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class BlockDiagonalMask(AttentionBias):
         # and then sets this attribute.
         self._batch_sizes = batch_sizes
         self._starts: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.kept_intervals = {}
 
     @classmethod
     def from_seqlens(

@@ -80,6 +80,8 @@ class AttentionBias:
     """The mask's tensor: added to the scores (bool: True takes part), broadcast to [B, H, M, N]."""
     made_for: tuple[int, int] | None = None
     """The numbers of queries and keys that the mask is for; None if it is for any."""
+    kept_intervals: "dict[Any, Intervals] | None" = None
+    """The intervals that calls have computed; None if the mask keeps none."""
 
     @advises({}, NOTHING, otherwise=NOTHING)
     def __init__(self) -> None:
@@ -253,7 +255,31 @@ def window_band(window: tuple[int | None, int | None]) -> Band:
 def intervals(
     mask: AttentionBias | None, window: Band | None, M: int, N: int, device: torch.device
 ) -> Intervals | None:
-    """Return the interval of keys that each query sees; None if all queries see all keys."""
+    """Return the interval of keys that each query sees; None if all queries see all keys.
+
+    A mask of sequences keeps it for later calls, as all layers of a model share the mask.
+    """
+    kept = None if mask is None or torch.compiler.is_compiling() else mask.kept_intervals
+    stream = None
+    if device.type == "cuda" and kept is not None:
+        # A CUDA graph may reuse the memory of what is made while it is captured.
+        kept = None if torch.cuda.is_current_stream_capturing() else kept
+        stream = torch.cuda.current_stream(device).stream_id  # another would not wait for the vectors
+    if mask is None or kept is None:
+        return _intervals(mask, window, M, N, device)
+    key = device, stream, M, N, mask.band, window
+    found = kept.get(key)
+    if found is None:
+        found = _intervals(mask, window, M, N, device)
+        # Fake tensors have no numbers, and autograd saves no tensor that inference mode has made.
+        if found is not None and all(type(each) is Tensor and not each.is_inference() for each in found):
+            kept[key] = found
+    return found
+
+
+def _intervals(
+    mask: AttentionBias | None, window: Band | None, M: int, N: int, device: torch.device
+) -> Intervals | None:
     starts = None if mask is None else mask.blocks(device)
     bands = [band for band in (None if mask is None else mask.band, window) if band is not None]
     bands = [band for band in bands if (band.left, band.right) != (None, None)]

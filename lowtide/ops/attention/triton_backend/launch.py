@@ -161,6 +161,7 @@ def kernel_call(operands: Operands, options: AttentionOptions) -> KernelCall:
         "PRECISION": precision(),
         "BASE_2": query.dtype.itemsize == 2 and not operands.adds_bias,
         "COLUMN_BIAS": bias is not None and bias.shape[2] == 1,
+        "BIAS_STEP": 1 if bias is None else step_of((bias,), size.N),
     }
     if bias is not None and bias.dtype == torch.bool:
         bias = bias.view(torch.uint8)
@@ -190,17 +191,16 @@ def _dropout_keys(seed: Tensor, size: AttentionSizes) -> tuple[Tensor, Tensor]:
 def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
     """Return the largest number up to VECTOR that divides the features and each row's offset.
 
-    Offsets count elements from address 0. If 16 divides all the features, return 1: Triton detects
-    such a divisor by itself, also in the strides of contiguous rows.
+    Offsets count elements from address 0. If 16 divides all of these numbers, return 1: Triton
+    detects such a divisor by itself.
     """
-    if not any(each % 16 for each in features):
+    given = [each for each in operands if each is not None]
+    numbers = list(features)
+    for each in given:
+        numbers += (stride for size, stride in zip(each.shape[:-1], each.stride()) if size > 1)
+    if not any(number % 16 for number in numbers):
         return 1
-    step = math.gcd(VECTOR, *features)
-    for each in operands:
-        if each is not None and step > 1:
-            strides = (stride for size, stride in zip(each.shape[:-1], each.stride()) if size > 1)
-            step = math.gcd(step, each.data_ptr() // each.itemsize, *strides)
-    return step
+    return math.gcd(VECTOR, *(each.data_ptr() // each.itemsize for each in given), *numbers)
 
 
 def strides_of(tensor: Tensor | None) -> Strides:

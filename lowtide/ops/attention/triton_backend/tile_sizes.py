@@ -83,8 +83,10 @@ FEWEST_FEATURES = 32
 
 # A table has pairs (most features, tile sizes) for each kernel. A call takes the first pair that
 # allows max(K, E) features. Kernels of float32 that multiply bfloat16 pieces (bf16_split.py) may
-# have sizes for each number of pieces: "NAME of 2 pieces" is looked up before NAME. "query" and the
-# kernels of small and short problems do not split their operands. "key and value" computes dk and
+# have sizes for each number of pieces: "NAME of 2 pieces" is looked up before NAME. Kernels of half
+# precision may have sizes for a bias that differs between queries, since its tiles take registers:
+# "NAME with row bias" (decision 0096). "query" and the kernels of small and short problems do not
+# split their operands. "key and value" computes dk and
 # dv as long as the sums of both fit into registers. With more features, dk and dv have a kernel
 # each, or dk is a product of stored gradients of scores.
 Table = dict[str, tuple[tuple[int, TileSizes], ...]]
@@ -92,17 +94,31 @@ ANY = 1 << 30
 LARGE_HALF: Table = {
     "forward": (
         (64, TileSizes(64, 64, 64, 64, 4, 3)),
-        (128, TileSizes(128, 64, 128, 128, 8, 3)),
+        (128, TileSizes(64, 64, 128, 128, 4, 3)),
         (256, TileSizes(128, 64, 256, 256, 8, 2)),
         (512, TileSizes(128, 32, 512, 256, 8, 2)),
         (ANY, TileSizes(64, 64, 128, 128, 8, 1)),
     ),
-    "query": (
+    "forward with row bias": (
         (64, TileSizes(64, 64, 64, 64, 4, 3)),
         (128, TileSizes(128, 64, 128, 128, 8, 3)),
+    ),
+    "query": (
+        (64, TileSizes(64, 64, 64, 64, 4, 3)),
+        (128, TileSizes(64, 64, 128, 128, 4, 2)),
         (256, TileSizes(128, 64, 256, 256, 8, 1)),
     ),
+    "query with row bias": (
+        (32, TileSizes(64, 32, 64, 64, 4, 3)),
+        (64, TileSizes(64, 64, 64, 64, 4, 3)),
+        (128, TileSizes(128, 64, 128, 128, 8, 3)),
+    ),
     "key and value": ((64, TileSizes(64, 64, 64, 64, 4, 3)), (128, TileSizes(64, 128, 128, 128, 8, 3))),
+    "key and value with row bias": (
+        (32, TileSizes(32, 64, 64, 64, 4, 2)),
+        (64, TileSizes(64, 64, 64, 64, 4, 2)),
+        (128, TileSizes(32, 64, 128, 128, 4, 2)),
+    ),
     "key": ((256, TileSizes(32, 128, 256, 256, 8, 2)),),
     "value": ((256, TileSizes(64, 128, 256, 256, 8, 2)),),
     "scores": ((ANY, TileSizes(128, 128, 64, 64, 8, 4)),),
@@ -226,8 +242,8 @@ def find_tile(
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)
-    name = f"{kernel} of {pieces} pieces"
-    sizes = table.get(name) or table.get(kernel, ())
+    of_pieces = table.get(f"{kernel} of {pieces} pieces") or table.get(kernel, ())
+    sizes = *(table.get(f"{kernel} with row bias", ()) if row_bias_bytes else ()), *of_pieces
     size = next((size for most, size in sizes if features <= most), None)
     if size is None:
         return None

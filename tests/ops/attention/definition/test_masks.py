@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
 from lowtide import attn_bias as masks
+from lowtide.ops.attention.definition import masks as definition
 from lowtide.ops.attention.definition.masks import intervals, visible, window_band
 
 SIZES = [(1, 1), (5, 5), (4, 9), (9, 4), (1, 7), (7, 1), (3, 0), (0, 3)]
@@ -112,6 +114,46 @@ def test_add_bias_leaves_mask():
     causal = mask.make_causal()
     assert type(causal) is masks.BlockDiagonalCausalMask
     assert type(mask) is masks.BlockDiagonalMask
+
+
+def test_sequences_keep_intervals(device, monkeypatch):
+    """Layers share a mask: one computation of its intervals for each window and each causality."""
+    computed = []
+
+    def counted(*given):
+        computed.append(given)
+        return compute(*given)
+
+    compute = definition._intervals
+    monkeypatch.setattr(definition, "_intervals", counted)
+    mask = masks.BlockDiagonalMask.from_seqlens([5, 0, 7])
+    x = torch.randn(1, 12, 2, 8, device=device, requires_grad=True)
+    found = {}
+    with torch.inference_mode():  # its tensors cannot be saved for backward
+        lowtide.memory_efficient_attention(x, x, x, mask)
+    for _ in range(3):
+        for own in (mask, mask.make_causal(), mask.add_bias(torch.zeros(12, device=device))):
+            for window in (None, (2, 1)):
+                out = lowtide.memory_efficient_attention(x, x, x, own, window=window)
+                first = found.setdefault((type(own), window), out)
+                torch.testing.assert_close(out, first)
+                torch.autograd.grad(out.sum(), x)
+    assert len(computed) == 5  # once for inference, and four kinds
+    for (kind, window), out in found.items():
+        fresh = kind((5, 0, 7), (5, 0, 7))
+        expected = lowtide.memory_efficient_attention(x, x, x, fresh, window=window, backend="reference")
+        torch.testing.assert_close(out, expected)
+
+
+def test_fake_intervals_are_not_kept():
+    mask = masks.BlockDiagonalMask.from_seqlens([2, 3])
+    x = torch.randn(1, 5, 1, 4)
+    mask.blocks(x.device)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        lowtide.memory_efficient_attention(*[mode.from_tensor(x)] * 3, mask)
+    assert not mask.kept_intervals
+    lowtide.memory_efficient_attention(x, x, x, mask)
+    assert len(mask.kept_intervals) == 1
 
 
 def test_tensor_lists_round_trip():

@@ -101,6 +101,7 @@ SPILLS = {
     "delta as value of 3 pieces, 128": 592,
     "delta as value of 3 pieces, 512, all": 220,
     "key and value, half, keeping scores, 32, all": 448,
+    "key and value, half, 80, a bias of 196 keys": 132,
     "problem gradient, half, all": 320,
     "wide problem gradient, half, 32": 136,
     "wide problem gradient, half, all": 896,
@@ -238,8 +239,16 @@ def _builds() -> dict[str, Build]:
     ):
         rows = {f"{each}_strides": ("i32?", "i32?", "i32?", 1) for each in strides}
         add(name, f"half, {IN_VECTORS}", True, 72, {**unknown, **rows}, (90,))
+        add(name, f"half, {BIAS_IN_VECTORS}", True, 80, BIAS_OF_196, (90,))
     return builds
 
 
 IN_VECTORS = "72, of which Triton knows no divisor"
+BIAS_IN_VECTORS = "80, a bias of 196 keys"
+BIAS_OF_196 = {
+    "bias_ptr": "*bf16",
+    "bias_strides": ("i32?", "i32?", "i32?", 1),
+    "N": "i32?",
+    "BIAS_STEP": 4,
+}
 BUILDS = _builds()

@@ -58,6 +58,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "PRECISION": "bf16x6",
         "BASE_2": build.half and not build.arguments.get("bias_ptr"),
         "COLUMN_BIAS": False,
+        "BIAS_STEP": 1,
         "lse_strides": ("i32", "i32", 1),
         "ADD": True,
         "SHARED": True,

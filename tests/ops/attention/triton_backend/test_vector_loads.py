@@ -10,6 +10,7 @@ from tests.support.restored import LAYOUTS
 
 pytest.importorskip("triton")
 
+from lowtide.ops.attention import remembered
 from lowtide.ops.attention.triton_backend import launch
 
 pytestmark = INTERPRETED
@@ -58,6 +59,37 @@ def test_values_do_not_depend_on_step(monkeypatch, device, K, bias):
     most = 0 if device == "cpu" else 2e-3
     for one, other in zip(found, results()):
         assert (one - other).float().norm() <= most * other.float().norm()
+
+
+@pytest.mark.parametrize(("shape", "gap"), [
+    ((2, 2, 70, 76), 0),
+    ((1, 2, 70, 76), 0),  # shared by batches
+    ((2, 2, 70, 76), 4),  # rows of 80 numbers
+    ((2, 1, 1, 76), 0),
+    ((132, 2, 20, 20), 0),  # problems of one tile
+    ((1, 2, 70, 80), 4),  # 16 divides the keys, but not the 84 numbers of a row
+])  # fmt: skip
+def test_values_do_not_depend_on_step_of_bias(monkeypatch, device, shape, gap):
+    skip_unless_runnable("triton", device)
+    torch.manual_seed(0)
+    M, N = (70 if shape[2] == 1 else shape[2]), shape[3]
+    leaves = [
+        torch.randn(max(2, shape[0]), rows, 2, 32, device=device, dtype=HALF).requires_grad_()
+        for rows in (M, N, N)
+    ]
+    wide = torch.randn(*shape[:3], N + gap, device=device, dtype=HALF)
+    bias = wide[..., :N].requires_grad_()
+    assert launch.step_of([bias], N) == 4
+
+    def results():
+        out = memory_efficient_attention(*leaves, bias, backend="triton")
+        return out, *torch.autograd.grad(out.float().square().sum(), [*leaves, bias])
+
+    found = results()
+    monkeypatch.setattr(launch, "VECTOR", 1)
+    assert launch.step_of([bias], N) == 1
+    remembered.forget()
+    assert all(torch.equal(one, other) for one, other in zip(found, results()))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "padded", "moved"])

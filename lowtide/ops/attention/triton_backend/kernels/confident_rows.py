@@ -24,6 +24,7 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     load_bias,
     load_pieces,
     load_shift,
+    multiples,
     product,
     row_terms_at,
     score_tile,
@@ -44,7 +45,7 @@ def confident_delta_kernel(
     query_strides, key_strides, value_strides, bias_strides, grad_output_strides, lse_strides,
     B, H, R, M, N, K, E, first_head, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
-    PIECES: tl.constexpr,
+    BIAS_STEP: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -52,6 +53,7 @@ def confident_delta_kernel(
 
     Query, key, value and grad_output hold the heads from first_head on.
     """
+    bias_strides = multiples(bias_strides, BIAS_STEP)
     start_m, unit = tl.program_id(0) % tiles * BLOCK_M, tl.program_id(0) // tiles
     b, own_h = unit % B, unit // B
     h = first_head + own_h
@@ -96,7 +98,7 @@ def confident_delta_kernel(
             True, True, CUT_E, PIECES,
         )  # fmt: skip
         j = start_n + row_n
-        bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS)
+        bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS, BIAS_STEP)
         z, _ = score_tile(
             scores, bias, j[:, None], first[None, :], end[None, :], scale, SOFTCAP, BASE_2, True
         )

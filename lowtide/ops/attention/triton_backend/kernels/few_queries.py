@@ -60,6 +60,7 @@ def few_queries_kernel(
     query_strides, key_strides, value_strides, bias_strides, out_strides,
     H, R, M, N, K, E, parts, keys, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    BIAS_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -72,6 +73,7 @@ def few_queries_kernel(
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
     value_strides, out_strides = multiples(value_strides, CUT_E), multiples(out_strides, CUT_E)
+    bias_strides = multiples(bias_strides, BIAS_STEP)
     part, bg = tl.program_id(0) % parts, tl.program_id(0) // parts
     G = H // R
     b, g = bg // G, bg % G
@@ -106,7 +108,8 @@ def few_queries_kernel(
             bias = bias_ptr
             if bias_ptr is not None:
                 offsets = bias_rows[:, None] + j.to(tl.int64)[None, :] * bias_strides[3]
-                bias = tl.load(bias_ptr + offsets, mask=(i < M)[:, None] & (j < N)[None, :], other=0)
+                shown = (i < M)[:, None] & (j < multiple(N, BIAS_STEP))[None, :]
+                bias = tl.load(bias_ptr + offsets, mask=shown, other=0)
             scores = dot(query, key, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, True)
             z, _ = score_tile(
                 scores, bias, j[None, :], first[:, None], end[:, None], scale, SOFTCAP, BASE_2, MASKED

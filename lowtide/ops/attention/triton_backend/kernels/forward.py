@@ -43,7 +43,7 @@ def forward_kernel(
     query_strides, key_strides, value_strides, bias_strides, out_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
-    PIECES: tl.constexpr,
+    BIAS_STEP: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -56,6 +56,7 @@ def forward_kernel(
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
     value_strides, out_strides = multiples(value_strides, CUT_E), multiples(out_strides, CUT_E)
+    bias_strides = multiples(bias_strides, BIAS_STEP)
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M  # begin with the last: a causal mask shows it most keys
     b, h = bh // H, bh % H
@@ -88,7 +89,7 @@ def forward_kernel(
             key_place = key_ptr, start_n, row_n, key_strides, N
             key = load_pieces(key_place, k, K, MASKED, CUT_K, PIECES)
             j = start_n + row_n
-            bias = load_bias(bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS)
+            bias = load_bias(bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS, BIAS_STEP)
             zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = product(
                 query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K,

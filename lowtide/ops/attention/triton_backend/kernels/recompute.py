@@ -105,12 +105,14 @@ def query_gradient_kernel(
     grad_bias_strides,
     H, R, M, N, K, E, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    BIAS_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of dq, for one block of features.
 
     grad_bias [B, H, M, N] receives dz, the gradient of a bias that neither batches nor heads share.
+    It is contiguous, so BIAS_STEP divides its strides as well.
     Tiles of keys that no query of the tile sees may be left unwritten: there dz is 0.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
@@ -118,6 +120,8 @@ def query_gradient_kernel(
     value_strides = multiples(value_strides, CUT_E)
     grad_output_strides = multiples(grad_output_strides, CUT_E)
     grad_query_strides = multiples(grad_query_strides, CUT_K)
+    bias_strides = multiples(bias_strides, BIAS_STEP)
+    grad_bias_strides = multiples(grad_bias_strides, BIAS_STEP)
     tile, bh = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     start_m = (tiles - 1 - tile) * BLOCK_M
     b, h, row = bh // H, bh % H, bh.to(tl.int64) * M
@@ -156,7 +160,7 @@ def query_gradient_kernel(
             key = load_tile(key_place, k, K, MASKED, CUT_K)
             value = load_tile(value_place, e, E, MASKED, CUT_E)
             j = start_n + row_n
-            bias = load_bias(bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS)
+            bias = load_bias(bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS, BIAS_STEP)
             zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             scores = product(
                 query, key, query_place, key_place, K, zero, PRECISION, BLOCKS_K, True, MASKED, CUT_K
@@ -175,7 +179,7 @@ def query_gradient_kernel(
             grad = score_gradient(weight, grad_weight, delta, keep, rescale, row_key_ptr is not None)
             if grad_bias_ptr is not None and tl.program_id(1) == 0:
                 own_ptr = head(grad_bias_ptr, grad_bias_strides, b, h)
-                store_tile(own_ptr, i, j, grad_bias_strides, M, N, grad)
+                store_tile(own_ptr, i, j, grad_bias_strides, M, multiple(N, BIAS_STEP), grad)
             if grad_query_ptr is not None:
                 if SOFTCAP > 0:
                     grad *= slope_of_tanh(room)
@@ -197,7 +201,7 @@ def key_value_gradient_kernel(
     grad_key_strides, grad_value_strides, grad_scores_strides,
     B, H, R, M, N, K, E, first_group, first_key, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
-    PIECES: tl.constexpr,
+    BIAS_STEP: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -217,6 +221,7 @@ def key_value_gradient_kernel(
     grad_output_strides = multiples(grad_output_strides, CUT_E)
     grad_key_strides = multiples(grad_key_strides, CUT_K)
     grad_value_strides = multiples(grad_value_strides, CUT_E)
+    bias_strides = multiples(bias_strides, BIAS_STEP)
     STORES: tl.constexpr = grad_scores_ptr is not None or grad_z_ptr is not None
     unit = tl.program_id(0) // tiles
     start_n = first_key + tl.program_id(0) % tiles * BLOCK_N
@@ -262,7 +267,9 @@ def key_value_gradient_kernel(
                 query = load_pieces(query_place, k, K, MASKED, CUT_K, PIECES)
                 grad_output = load_pieces(grad_output_place, e, E, MASKED, CUT_E, PIECES)
                 i = start_m + row_m
-                bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS)
+                bias = load_bias(
+                    head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS, BIAS_STEP
+                )
                 zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                 scores = product(
                     key, query, key_place, query_place, K, zero, PRECISION, BLOCKS_K,

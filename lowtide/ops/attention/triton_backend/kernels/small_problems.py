@@ -42,6 +42,7 @@ def problem_forward_kernel(
     query_strides, key_strides, value_strides, bias_strides, out_strides,
     B, H, M, N, K, E, batches, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    BIAS_STEP: tl.constexpr,
     SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -52,6 +53,7 @@ def problem_forward_kernel(
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
     value_strides, out_strides = multiples(value_strides, CUT_E), multiples(out_strides, CUT_E)
+    bias_strides = multiples(bias_strides, BIAS_STEP)
     h, start_b = tl.program_id(0) % H, tl.program_id(0) // H * batches
     i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     k, e = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_E)
@@ -59,7 +61,7 @@ def problem_forward_kernel(
     shared_bias_ptr = bias_ptr
     if bias_ptr is not None:
         shared_bias_ptr = bias_ptr + h.to(tl.int64) * bias_strides[1]
-    bias = load_bias(shared_bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS)
+    bias = load_bias(shared_bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS, BIAS_STEP)
     for step in range(0, tl.minimum(batches, B - start_b)):
         b = start_b + step
         query = load_tile((head(query_ptr, query_strides, b, h), 0, i, query_strides, M), k, K, True, CUT_K)
@@ -67,7 +69,7 @@ def problem_forward_kernel(
         value = load_tile((head(value_ptr, value_strides, b, h), 0, j, value_strides, N), e, E, True, CUT_E)
         if not SHARED:
             own_bias_ptr = head(bias_ptr, bias_strides, b, h)
-            bias = load_bias(own_bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS)
+            bias = load_bias(own_bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS, BIAS_STEP)
         scores = dot(query, key, tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION, True)
         z, _ = score_tile(
             scores, bias, j[None, :], first[:, None], end[:, None], scale, SOFTCAP, BASE_2, True
@@ -101,13 +103,15 @@ def problem_gradient_kernel(
     grad_query_strides, grad_key_strides, grad_value_strides, grad_bias_strides,
     B, H, M, N, K, E, batches, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    BIAS_STEP: tl.constexpr,
     SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
     """Write those gradients of a run of `batches` problems that have memory.
 
     SHARED: all batches share the bias, or there is none. Then grad_bias [runs, H, M, N] receives
-    the sum of dz over each run. Otherwise grad_bias [B, H, M, N] receives dz.
+    the sum of dz over each run. Otherwise grad_bias [B, H, M, N] receives dz. It is contiguous, so
+    BIAS_STEP divides its strides as well.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -116,6 +120,8 @@ def problem_gradient_kernel(
     grad_query_strides = multiples(grad_query_strides, CUT_K)
     grad_key_strides = multiples(grad_key_strides, CUT_K)
     grad_value_strides = multiples(grad_value_strides, CUT_E)
+    bias_strides = multiples(bias_strides, BIAS_STEP)
+    grad_bias_strides = multiples(grad_bias_strides, BIAS_STEP)
     h, run = tl.program_id(0) % H, tl.program_id(0) // H
     start_b = run * batches
     i, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -124,7 +130,7 @@ def problem_gradient_kernel(
     shared_bias_ptr = bias_ptr
     if bias_ptr is not None:
         shared_bias_ptr = bias_ptr + h.to(tl.int64) * bias_strides[1]
-    bias = load_bias(shared_bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS)
+    bias = load_bias(shared_bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS, BIAS_STEP)
     grad_bias = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(0, tl.minimum(batches, B - start_b)):
         b = start_b + step
@@ -135,7 +141,7 @@ def problem_gradient_kernel(
         grad_output = load_tile(grad_output_place, e, E, True, CUT_E)
         if not SHARED:
             own_bias_ptr = head(bias_ptr, bias_strides, b, h)
-            bias = load_bias(own_bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS)
+            bias = load_bias(own_bias_ptr, bias_strides, i[:, None], j[None, :], M, N, COLUMN_BIAS, BIAS_STEP)
         zero = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         scores = dot(query, key, zero, PRECISION, True)
         grad_weight = dot(grad_output, value, zero, PRECISION, True)
@@ -166,7 +172,7 @@ def problem_gradient_kernel(
             grad_bias += grad
         elif grad_bias_ptr is not None:
             own_ptr = head(grad_bias_ptr, grad_bias_strides, b, h)
-            store_tile(own_ptr, i, j, grad_bias_strides, M, N, grad)
+            store_tile(own_ptr, i, j, grad_bias_strides, M, multiple(N, BIAS_STEP), grad)
         if SOFTCAP > 0:
             grad *= slope_of_tanh(room)
         grad = grad.to(query.dtype)
@@ -181,4 +187,4 @@ def problem_gradient_kernel(
             store_tile(own_ptr, j, k, grad_key_strides, N, K, grad_key * scale)
     if SHARED and grad_bias_ptr is not None:
         own_ptr = head(grad_bias_ptr, grad_bias_strides, run, h)
-        store_tile(own_ptr, i, j, grad_bias_strides, M, N, grad_bias)
+        store_tile(own_ptr, i, j, grad_bias_strides, M, multiple(N, BIAS_STEP), grad_bias)

@@ -86,6 +86,7 @@ def scores_kernel(
     query_strides, key_strides, value_strides, bias_strides, grad_output_strides, grad_scores_strides,
     B, H, R, M, N, K, E, first_group, first_key, tiles_m, tiles_n, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    BIAS_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -98,6 +99,7 @@ def scores_kernel(
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
     value_strides = multiples(value_strides, CUT_E)
     grad_output_strides = multiples(grad_output_strides, CUT_E)
+    bias_strides = multiples(bias_strides, BIAS_STEP)
     tile_n, tile_m = tl.program_id(0) % tiles_n, tl.program_id(0) // tiles_n % tiles_m
     own = tl.program_id(0) // (tiles_n * tiles_m)
     start_m, start_n = tile_m * BLOCK_M, first_key + tile_n * BLOCK_N
@@ -120,7 +122,7 @@ def scores_kernel(
     row = (b * H + h).to(tl.int64) * M
     row_terms_ptr = row_terms_at(row_terms_ptr, b * H + h, M, BASE_2)
 
-    bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS)
+    bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS, BIAS_STEP)
     zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     scores = sum_over_features(key_place, query_place, K, zero, PRECISION, BLOCK_K, BLOCKS_K, CUT_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)

@@ -40,8 +40,8 @@ def multiple(F, DIVISOR: tl.constexpr):
 def multiples(strides, DIVISOR: tl.constexpr):
     """Return the strides of [B, H, I, F], showing Triton that DIVISOR divides all but the last.
 
-    DIVISOR is a kernel's CUT_K or CUT_E. If it is 0 (all blocks are full) or 1, return the strides
-    unchanged.
+    DIVISOR is a kernel's CUT_K, CUT_E or BIAS_STEP. If it is 0 (all blocks are full) or 1, return
+    the strides unchanged.
     """
     if DIVISOR > 1:
         strides = (
@@ -213,14 +213,16 @@ def product(
 
 
 @triton.jit
-def load_bias(ptr, strides, i, j, M, N, COLUMN_BIAS: tl.constexpr):
+def load_bias(ptr, strides, i, j, M, N, COLUMN_BIAS: tl.constexpr, BIAS_STEP: tl.constexpr):
     """Load the bias of queries i and keys j, with 0 outside; return None if there is no bias.
 
-    COLUMN_BIAS: the bias is the same for all queries. Kernels call this before the product q k^T,
-    so that the loads overlap with the product.
+    COLUMN_BIAS: the bias is the same for all queries. BIAS_STEP: a divisor of N and the strides
+    (multiple). Kernels call this before the product q k^T, so that the loads overlap with the
+    product.
     """
     bias = ptr
     if ptr is not None:
+        N = multiple(N, BIAS_STEP)
         if COLUMN_BIAS:
             bias = tl.load(ptr + j.to(tl.int64) * strides[3], mask=j < N, other=0)
         else:

@@ -21,6 +21,7 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
     load_rows,
     load_shift,
     load_tile,
+    multiples,
     row_terms_at,
     score_gradient,
     score_tile,
@@ -39,6 +40,7 @@ def whole_problem_gradient_kernel(
     grad_key_strides, grad_value_strides,
     H, M, N, K, E, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
+    BIAS_STEP: tl.constexpr,
     CUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -47,6 +49,7 @@ def whole_problem_gradient_kernel(
     Tiles are transposed, [keys, queries]. CUT: a tile may reach beyond the queries or keys, or a
     mask may hide some of its scores.
     """
+    bias_strides = multiples(bias_strides, BIAS_STEP)
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     query_ptr, key_ptr = head(query_ptr, query_strides, b, h), head(key_ptr, key_strides, b, h)
     value_ptr = head(value_ptr, value_strides, b, h)
@@ -73,7 +76,7 @@ def whole_problem_gradient_kernel(
             query = load_tile((query_ptr, start_m, row_m, query_strides, M), k, K, CUT, CUT_K)
             place = grad_output_ptr, start_m, row_m, grad_output_strides, M
             grad_output = load_tile(place, e, E, CUT, CUT_E)
-            bias = load_bias(bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS)
+            bias = load_bias(bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS, BIAS_STEP)
             zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             scores = dot(key, query, zero, PRECISION, True)
             grad_weight = dot(value, grad_output, zero, PRECISION, True)
