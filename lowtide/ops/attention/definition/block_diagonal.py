@@ -6,12 +6,13 @@ Shapes: M queries and N keys of all sequences; B_i sequences of M_i queries in t
 import copy
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.attention.definition.masks import AttentionBias, Band
+from lowtide.ops.attention.definition.masks import AttentionBias, Band, may_keep
 
 
 class BlockDiagonalMask(AttentionBias):
@@ -117,12 +118,25 @@ class BlockDiagonalMask(AttentionBias):
 
         Both vectors are int32, on the device.
         """
-        if device not in self._starts:
-            self._starts[device] = (
+        found = self._starts.get(device)
+        if found is None:
+            found = (
                 torch.tensor(self.q_starts, dtype=torch.int32, device=device),
                 torch.tensor(self.k_starts, dtype=torch.int32, device=device),
             )
-        return self._starts[device]
+            if torch.compiler.is_compiling() or may_keep(device):
+                self._starts[device] = found
+        return found
+
+    def __copy__(self) -> "BlockDiagonalMask":
+        """Return a mask that shares what this one keeps."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and deepcopy take: not what belongs to a device and a stream."""
+        return self.__dict__ | {"_starts": {}, "kept_intervals": {}}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.q_starts) - 1} sequences)"

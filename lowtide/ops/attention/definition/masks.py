@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lowtide.core.errors import Absent, ArgumentError, ArgumentTypeError, advises
+from lowtide.core.operator import seen_by_nobody
 
 # Advice on how to add several tensors up to one bias; the page that it names has an example.
 ONE_TENSOR = (
@@ -81,7 +82,10 @@ class AttentionBias:
     made_for: tuple[int, int] | None = None
     """The numbers of queries and keys that the mask is for; None if it is for any."""
     kept_intervals: "dict[Any, Intervals] | None" = None
-    """The intervals that calls have computed; None if the mask keeps none."""
+    """The intervals that calls have computed, or None if the mask keeps none.
+
+    Only a mask whose `blocks` never change may keep them.
+    """
 
     @advises({}, NOTHING, otherwise=NOTHING)
     def __init__(self) -> None:
@@ -259,22 +263,31 @@ def intervals(
 
     A mask of sequences keeps it for later calls, as all layers of a model share the mask.
     """
-    kept = None if mask is None or torch.compiler.is_compiling() else mask.kept_intervals
-    stream = None
-    if device.type == "cuda" and kept is not None:
-        # A CUDA graph may reuse the memory of what is made while it is captured.
-        kept = None if torch.cuda.is_current_stream_capturing() else kept
-        stream = torch.cuda.current_stream(device).stream_id  # another would not wait for the vectors
-    if mask is None or kept is None:
+    kept = None if mask is None else mask.kept_intervals
+    if mask is None or kept is None or not may_keep(device):
         return _intervals(mask, window, M, N, device)
-    key = device, stream, M, N, mask.band, window
+    # A call on another stream would not wait for the vectors.
+    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
+    # Autograd saves no vectors that inference mode has made.
+    key = device, stream, torch.is_inference_mode_enabled(), M, N, mask.band, window
     found = kept.get(key)
     if found is None:
         found = _intervals(mask, window, M, N, device)
-        # Fake tensors have no numbers, and autograd saves no tensor that inference mode has made.
-        if found is not None and all(type(each) is Tensor and not each.is_inference() for each in found):
+        if found is not None:
             kept[key] = found
     return found
+
+
+def may_keep(device: torch.device) -> bool:
+    """Return True if vectors that are computed now are of use to later calls.
+
+    Modes, such as that of selective checkpoints, must see the same operators in each call.
+    Transforms wrap what is made in them. A CUDA graph may reuse the memory of what is made in its
+    capture.
+    """
+    if torch.compiler.is_compiling() or not seen_by_nobody(()):
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def _intervals(

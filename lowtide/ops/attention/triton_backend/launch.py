@@ -191,8 +191,8 @@ def _dropout_keys(seed: Tensor, size: AttentionSizes) -> tuple[Tensor, Tensor]:
 def step_of(operands: Iterable[Tensor | None], *features: int) -> int:
     """Return the largest number up to VECTOR that divides the features and each row's offset.
 
-    Offsets count elements from address 0. If 16 divides all of these numbers, return 1: Triton
-    detects such a divisor by itself.
+    Offsets count elements from address 0. If 16 divides the features and all strides, return 1,
+    whatever the address: Triton detects such a divisor by itself.
     """
     given = [each for each in operands if each is not None]
     numbers = list(features)

@@ -74,7 +74,7 @@ def backward(
     call = call._replace(
         grad_output=grad_output, grad_logsumexp=grad_logsumexp, grad_query=grad_query,
         grad_key=grad_key, grad_value=grad_value,
-        step=math.gcd(call.step, step_of((grad_output,), call.size.K, call.size.E)),
+        step=step_of((*operands[:3], grad_output), call.size.K, call.size.E) if call.pieces == 1 else 1,
     )  # fmt: skip
     if launch_small_problems.is_small(call, "problem gradient", bias is not None):
         grad_bias = launch_small_problems.backward(call, bias)

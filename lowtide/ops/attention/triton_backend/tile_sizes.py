@@ -83,12 +83,13 @@ FEWEST_FEATURES = 32
 
 # A table has pairs (most features, tile sizes) for each kernel. A call takes the first pair that
 # allows max(K, E) features. Kernels of float32 that multiply bfloat16 pieces (bf16_split.py) may
-# have sizes for each number of pieces: "NAME of 2 pieces" is looked up before NAME. Kernels of half
-# precision may have sizes for a bias that differs between queries, since its tiles take registers:
-# "NAME with row bias" (decision 0096). "query" and the kernels of small and short problems do not
-# split their operands. "key and value" computes dk and
-# dv as long as the sums of both fit into registers. With more features, dk and dv have a kernel
-# each, or dk is a product of stored gradients of scores.
+# have sizes for each number of pieces: "NAME of 2 pieces" is looked up before NAME. "query" and the
+# kernels of small and short problems do not split their operands. Kernels of half precision may
+# have sizes for a bias that differs between queries, whose tiles take registers: "NAME with row
+# bias" is looked up first (decision 0096). Its tiles may have fewer than 64 rows, so a call with a
+# stride of 1 between rows does not take them. "key and value" computes dk and dv as long as the
+# sums of both fit into registers. With more features, dk and dv have a kernel each, or dk is a
+# product of stored gradients of scores.
 Table = dict[str, tuple[tuple[int, TileSizes], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {
@@ -242,8 +243,9 @@ def find_tile(
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)
-    of_pieces = table.get(f"{kernel} of {pieces} pieces") or table.get(kernel, ())
-    sizes = *(table.get(f"{kernel} with row bias", ()) if row_bias_bytes else ()), *of_pieces
+    sizes = table.get(f"{kernel} of {pieces} pieces") or table.get(kernel, ())
+    if row_bias_bytes and narrow:
+        sizes = *table.get(f"{kernel} with row bias", ()), *sizes
     size = next((size for most, size in sizes if features <= most), None)
     if size is None:
         return None

@@ -1,13 +1,18 @@
 """Masks against their definitions in words, one score at a time."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
 from lowtide import attn_bias as masks
 from lowtide.ops.attention.definition import masks as definition
 from lowtide.ops.attention.definition.masks import intervals, visible, window_band
+from tests.support.cards import NEEDS_CUDA
 
 SIZES = [(1, 1), (5, 5), (4, 9), (9, 4), (1, 7), (7, 1), (3, 0), (0, 3)]
 
@@ -130,7 +135,8 @@ def test_sequences_keep_intervals(device, monkeypatch):
     x = torch.randn(1, 12, 2, 8, device=device, requires_grad=True)
     found = {}
     with torch.inference_mode():  # its tensors cannot be saved for backward
-        lowtide.memory_efficient_attention(x, x, x, mask)
+        for _ in range(2):
+            lowtide.memory_efficient_attention(x, x, x, mask)
     for _ in range(3):
         for own in (mask, mask.make_causal(), mask.add_bias(torch.zeros(12, device=device))):
             for window in (None, (2, 1)):
@@ -145,15 +151,85 @@ def test_sequences_keep_intervals(device, monkeypatch):
         torch.testing.assert_close(out, expected)
 
 
+def attention_of_sequences(mask, x):
+    return lowtide.memory_efficient_attention(x, x, x, mask)
+
+
 def test_fake_intervals_are_not_kept():
     mask = masks.BlockDiagonalMask.from_seqlens([2, 3])
     x = torch.randn(1, 5, 1, 4)
-    mask.blocks(x.device)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        lowtide.memory_efficient_attention(*[mode.from_tensor(x)] * 3, mask)
+        attention_of_sequences(mask, mode.from_tensor(x))
     assert not mask.kept_intervals
-    lowtide.memory_efficient_attention(x, x, x, mask)
+    attention_of_sequences(mask, x)
     assert len(mask.kept_intervals) == 1
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_transforms_leave_nothing_in_mask(device):
+    """What is made inside of them is wrapped, and of no use when they have ended."""
+    mask = masks.BlockDiagonalMask.from_seqlens([1, 2], device=device)
+    x = torch.randn(1, 3, 1, 2, dtype=torch.float64)
+
+    def loss(x):
+        return attention_of_sequences(mask, x).square().sum()
+
+    first, second = torch.func.hessian(loss)(x), torch.func.hessian(loss)(x)
+    assert torch.equal(first, second)
+    expected = torch.func.grad(loss)(x)
+    torch.testing.assert_close(torch.autograd.grad(loss(x.requires_grad_()), x)[0], expected)
+
+
+def test_selective_checkpoint_sees_the_same_operators():
+    """It counts the operators whose results it saves, in forward and again in backward."""
+    mask = masks.BlockDiagonalMask.from_seqlens([2, 3])
+    x = torch.randn(1, 5, 1, 4, requires_grad=True)
+
+    def saves(_context, operator, *_given, **_options):
+        return operator in (torch.ops.aten.index.Tensor, torch.ops.aten.sub.Tensor)
+
+    def block(x):
+        return attention_of_sequences(mask, x)[:, torch.tensor([0, 3])].exp()
+
+    def policy():
+        return create_selective_checkpoint_contexts(saves)
+
+    expected = torch.autograd.grad(block(x).square().sum(), x)
+    mask = copy.deepcopy(mask)
+    found = checkpoint(block, x, use_reentrant=False, context_fn=policy)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), x), expected)
+
+
+def test_pickles_leave_out_what_is_kept():
+    mask = masks.BlockDiagonalMask.from_seqlens([2, 3], device="cpu")
+    attention_of_sequences(mask, torch.randn(1, 5, 1, 4))
+    assert mask.kept_intervals
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert not other.kept_intervals
+        assert not other._starts
+        assert other.q_starts == mask.q_starts
+    assert copy.copy(mask).kept_intervals is mask.kept_intervals
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_captures_and_streams_keep_their_own():
+    mask = masks.BlockDiagonalMask.from_seqlens([20, 30], device="cuda")
+    x = torch.randn(1, 50, 2, 16, device="cuda", dtype=torch.float16)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = attention_of_sequences(mask, x)
+    torch.cuda.current_stream().wait_stream(side)
+    assert len(mask.kept_intervals) == 1
+    assert torch.equal(attention_of_sequences(mask, x), expected)
+    assert len(mask.kept_intervals) == 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention_of_sequences(mask, x)
+    graph.replay()
+    assert torch.equal(found, expected)
+    assert len(mask.kept_intervals) == 2
 
 
 def test_tensor_lists_round_trip():

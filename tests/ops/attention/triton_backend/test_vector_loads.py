@@ -61,23 +61,27 @@ def test_values_do_not_depend_on_step(monkeypatch, device, K, bias):
         assert (one - other).float().norm() <= most * other.float().norm()
 
 
-@pytest.mark.parametrize(("shape", "gap"), [
-    ((2, 2, 70, 76), 0),
-    ((1, 2, 70, 76), 0),  # shared by batches
-    ((2, 2, 70, 76), 4),  # rows of 80 numbers
-    ((2, 1, 1, 76), 0),
-    ((132, 2, 20, 20), 0),  # problems of one tile
-    ((1, 2, 70, 80), 4),  # 16 divides the keys, but not the 84 numbers of a row
+@pytest.mark.parametrize(("shape", "gap", "K", "dtype"), [
+    ((2, 2, 70, 76), 0, 32, HALF),
+    ((1, 2, 70, 76), 0, 32, HALF),  # shared by batches
+    ((2, 2, 70, 76), 4, 32, HALF),  # rows of 80 numbers
+    ((2, 1, 1, 76), 0, 32, HALF),
+    ((132, 2, 20, 20), 0, 32, HALF),  # problems of one tile
+    ((1, 2, 70, 80), 4, 32, HALF),  # 16 divides the keys, but not the 84 numbers of a row
+    ((2, 2, 3, 1028), 0, 32, HALF),  # few queries
+    ((2, 2, 20, 76), 0, 272, HALF),  # stored scores
+    ((2, 2, 20, 76), 0, 32, torch.float32),
+    ((1, 2, 20, 76), 0, 32, torch.float32),
 ])  # fmt: skip
-def test_values_do_not_depend_on_step_of_bias(monkeypatch, device, shape, gap):
+def test_values_do_not_depend_on_step_of_bias(monkeypatch, device, shape, gap, K, dtype):
     skip_unless_runnable("triton", device)
     torch.manual_seed(0)
     M, N = (70 if shape[2] == 1 else shape[2]), shape[3]
     leaves = [
-        torch.randn(max(2, shape[0]), rows, 2, 32, device=device, dtype=HALF).requires_grad_()
+        torch.randn(max(2, shape[0]), rows, 2, K, device=device, dtype=dtype).requires_grad_()
         for rows in (M, N, N)
     ]
-    wide = torch.randn(*shape[:3], N + gap, device=device, dtype=HALF)
+    wide = torch.randn(*shape[:3], N + gap, device=device, dtype=dtype)
     bias = wide[..., :N].requires_grad_()
     assert launch.step_of([bias], N) == 4
 
