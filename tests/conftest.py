@@ -28,6 +28,13 @@ from tests.support.extended import mark_extended
 
 torch.set_num_threads(1)
 
+# Ranks and other processes that a test starts send each other thousands of short messages. If they
+# share a processor, a message need not wake another one, which takes a virtual machine long.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+    processors = sorted(os.sched_getaffinity(0))
+    if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) == len(processors):
+        os.sched_setaffinity(0, {processors[int(worker.removeprefix("gw"))]})
+
 # The garbage collector goes through all that lives, most of which is imported or a test, and stays.
 gc.disable()
 # By default the collector goes through all objects that tests leave after each 700 new ones, which
