@@ -30,7 +30,9 @@ def by_features(tensor):
 
 
 @pytest.mark.parametrize("transposed", OPERANDS)
-@pytest.mark.parametrize(("K", "E"), all_extended_but([(32, 32), (1, 16)], [(32, 32), (16, 1), (1, 16)]))
+@pytest.mark.parametrize(
+    ("K", "E"), all_extended_but([(32, 32), (1, 16)], [(32, 32), (16, 1), (1, 16), (128, 128)])
+)
 @pytest.mark.parametrize("few", [False, True])
 def test_values(device, monkeypatch, few, K, E, transposed):
     skip_unless_runnable("triton", device)
@@ -59,3 +61,20 @@ def test_width_of_tiles(transposed):
     for kernel in ("forward", "problem forward", "problem gradient"):
         tile = call.find_tile(kernel)
         assert tile.K == tile.E == (32 if transposed is None else 64)
+
+
+@pytest.mark.parametrize("transposed", [None, *OPERANDS])
+@pytest.mark.parametrize("K", [16, 128])
+def test_height_of_tiles_beside_a_bias(transposed, K):
+    """A transposed tile is as wide as it has rows."""
+    operands = {name: torch.empty(2, 3, 40, K, dtype=torch.float16) for name in OPERANDS}
+    if transposed is not None:
+        operands[transposed] = torch.empty(2, 3, K, 40, dtype=torch.float16).mT
+    grad_output = operands.pop("grad_output")
+    bias = torch.empty(2, 3, 40, 40)
+    call = kernel_call(Operands(**operands, bias=bias), AttentionOptions(scale=1.0))
+    call = call._replace(grad_output=grad_output)
+    heights = [min(call.tile(kernel)[:2]) for kernel in ("forward", "query", "key and value")]
+    assert heights[0] == 64
+    assert heights[1] == (32 if transposed is None and K == 16 else 64)
+    assert heights[2] == (32 if transposed is None else 64)
