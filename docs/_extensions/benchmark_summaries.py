@@ -47,7 +47,7 @@ class Aim(NamedTuple):
 
 
 def _table(aims: Iterable[Aim]) -> str:
-    heading = ["ratio", "at most", "cases that keep it", "median", "worst", "at"]
+    heading = ["ratio", "at most", "within it", "median", "worst", "at"]
     return markdown(heading, [aim.cells() for aim in aims], "--:")
 
 

@@ -84,7 +84,7 @@ def test_attention_call():
     done = invoke("attention", "--device", "cpu", "--bias", "1,H,M,N", "--heads", "2", "--queries", "64")
     assert done.exit_code == 0, done.output
     assert "torch" in done.output
-    assert "it is given no bias" in done.output
+    assert "lowtide takes every bias itself" in done.output
     assert "backend" in done.output
     assert "engine" not in done.output
     options = ("--mask", "causal", "--key-heads", "4", "--layout", "BHMK", "--dtype", "float16")

@@ -108,9 +108,7 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
     if options.dropout:
         return "its dropout depends on the kernel"
     if operands.bias is not None:
-        return (
-            "it is given no bias: torch's kernels form no gradient of a bias, or one as large as all scores"
-        )
+        return "lowtide takes every bias itself: torch gives it no gradient, or one as large as all scores"
     if window is not None:
         return "it takes no window"
     size = sizes(operands)

@@ -54,21 +54,21 @@ def alternate(
     ]
 
 
-def host_microseconds(calls: Iterable[Callable[[], object]], rounds: int) -> list[float]:
-    """Return the microseconds until each call returns, as the median of the rounds.
+def host_microseconds(calls: Iterable[Callable[[], object]], rounds: int, warm: int = 0) -> list[float]:
+    """Return the microseconds until each call returns, as the median of the last `rounds` rounds.
 
-    The card is idle when a round begins, and no call waits for it.
+    The card is idle when a round begins, and no call waits for it. `warm` rounds come before.
     """
     calls = tuple(calls)
     spans: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
+    for _ in range(warm + rounds):
         torch.cuda.synchronize()
         for call, own in zip(calls, spans):
             started = time.perf_counter()
             call()
             own.append((time.perf_counter() - started) * 1e6)
     torch.cuda.synchronize()
-    return [quantiles(own, 0.5)[0] for own in spans]
+    return [quantiles(own[warm:], 0.5)[0] for own in spans]
 
 
 def _mark(device: str) -> Any:

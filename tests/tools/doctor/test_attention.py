@@ -87,7 +87,7 @@ def test_named_engine_runs(call, monkeypatch):
 
 
 def test_reasons():
-    assert "it is given no bias" in replace(SMALL, bias=(1, 1, 1, 12)).choice().reason
+    assert "lowtide takes every bias itself" in replace(SMALL, bias=(1, 1, 1, 12)).choice().reason
     assert "it takes no window" in replace(SMALL, window=(1, 0)).choice().reason
     for_cuda = AskedAttentionCall(device="cuda", K=512).choice()
     assert "at most 256 features" in for_cuda.reason

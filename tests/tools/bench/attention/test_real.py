@@ -181,7 +181,7 @@ def test_host_runs_ahead_on_cuda(monkeypatch):
         return [[1.0] * rounds for _ in calls]
 
     monkeypatch.setattr(attention, "alternate", alternate)
-    monkeypatch.setattr(attention, "host_microseconds", lambda calls, rounds: [10.0, 20.0, 30.0, 40.0])
+    monkeypatch.setattr(attention, "host_microseconds", lambda calls, rounds, warm: [10.0, 20.0, 30.0, 40.0])
     figures = attention._timed(case, runners, 300.0)
     assert [each.host_us for each in figures] == [(10.0, 20.0), (30.0, 40.0)]
     assert leads == [0.0, 0.2]
