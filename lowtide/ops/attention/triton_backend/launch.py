@@ -135,6 +135,10 @@ class KernelCall(NamedTuple):
         assert found is not None
         return found
 
+    def is_cut(self, tile: Tile) -> bool:
+        """Return True if tiles may reach beyond the queries or keys, or a mask may hide scores."""
+        return self.first is not None or self.size.M % tile.M > 0 or self.size.N % tile.N > 0
+
     def find_tile(self, kernel: str) -> Tile | None:
         """Return the tile of a kernel, or None if the kernel cannot take K or E features."""
         bias = self.bias

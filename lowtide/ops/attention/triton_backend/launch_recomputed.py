@@ -105,14 +105,13 @@ def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory)
 
 def whole_problems(call: KernelCall) -> None:
     """Write dq, dk and dv, each problem in one program."""
-    B, H, _, M, N, _, _ = call.size
+    B, H, *_ = call.size
     tile, grad_query = call.tile("whole problem"), call.grad_query
     assert grad_query is not None
     grad_query.zero_()  # programs add to it; float32 like its operand, as all these calls are
-    cut = call.first is not None or M % tile.M > 0 or N % tile.N > 0
     whole_problem_gradient_kernel[(B * H,)](
         *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, grad_query,
         call.grad_key, call.grad_value, *call.strides, strides_of(call.grad_output), grad_query.stride(),
         strides_of(call.grad_key), strides_of(call.grad_value), H, *call.sizes[2:], *call.scalars,
-        **call.constants, CUT=cut, **tile.constants_of_one_block, **tile.options,
+        **call.constants, CUT=call.is_cut(tile), **tile.constants_of_one_block, **tile.options,
     )  # fmt: skip

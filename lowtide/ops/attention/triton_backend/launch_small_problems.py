@@ -102,11 +102,10 @@ def short_bias_gradient(call: KernelCall) -> None:
     runs, parts = cdiv(batches * heads, steps), grad_bias
     if runs > 1:  # parts hold at most BIAS_PROGRAMS tiles of float32, 8 MiB
         parts = grad_bias.new_empty(runs * own_batches, own_heads, M, N, dtype=torch.float32)
-    cut = call.first is not None or M % tile.M > 0 or N % tile.N > 0
     short_bias_gradient_kernel[(programs * runs,)](
         *call.tensors, call.grad_output, call.row_terms, parts, *call.strides,
         strides_of(call.grad_output), strides_of(parts), batches, *call.sizes, own_batches, own_heads,
-        heads, steps, *tiles, *call.scalars, **call.constants, CUT=cut,
+        heads, steps, *tiles, *call.scalars, **call.constants, CUT=call.is_cut(tile),
         **tile.constants_of_one_block, **tile.options,
     )  # fmt: skip
     if parts is not grad_bias:

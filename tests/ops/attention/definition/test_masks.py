@@ -167,7 +167,7 @@ def test_fake_intervals_are_not_kept():
 
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_transforms_leave_nothing_in_mask(device):
-    """What is made inside of them is wrapped, and of no use when they have ended."""
+    """Transforms wrap what is made inside of them, which is of no use when they have ended."""
     mask = masks.BlockDiagonalMask.from_seqlens([1, 2], device=device)
     x = torch.randn(1, 3, 1, 2, dtype=torch.float64)
 
