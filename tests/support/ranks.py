@@ -10,10 +10,12 @@ process.
 
 import faulthandler
 import importlib
+import io
 import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -23,6 +25,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +43,10 @@ DEVICE = "cpu"  # the device of this rank's tensors; set it before importing the
 Result = dict[str, Any]
 LONGEST = 300  # seconds that a scenario on a card takes before its process says where it is
 LIMIT = 400  # seconds that the scenarios of a test take before their processes are killed
-# Imported once in each process of tests, by the server that all its ranks are forked from: these
-# imports take longer than most scenarios.
+# Imported once in each process of tests, by a server that ranks are forked from: these imports take
+# longer than most scenarios. Triton asks for its interpreter when it is imported, so ranks that run
+# kernels through it have a server of their own.
+SERVERS = {interpreted: forkserver.ForkServer() for interpreted in (False, True)}
 IMPORTED = [
     "lowtide.cli",
     "torch._dynamo",
@@ -63,15 +68,14 @@ def run_ranks(
 ) -> list[dict[str, Result]]:
     """What `run` of the module returns, by rank and kind of scenario; `raised` is an error.
 
-    strict: a UserWarning is an error. interpreted: with Triton's interpreter, in processes of their
-    own.
+    strict: a UserWarning is an error. interpreted: with Triton's interpreter.
     """
     outputs = [store.with_name(f"{store.name}.{rank}") for rank in range(ranks)]
     given = [
         (module, str(store), rank, ranks, kinds, device, strict, output)
         for rank, output in enumerate(outputs)
     ]
-    statuses = _run(_join, given, "spawn" if interpreted else "forkserver", interpreted)
+    statuses = _run(_join, given, interpreted)
     said = [output.read_text().splitlines() for output in outputs]
     found = [[json.loads(line) for line in lines if line.startswith("{")] for lines in said]
     if any(statuses) or any(len(each) != len(kinds) for each in found):
@@ -99,6 +103,46 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
+def of_all_ranks(own: Any) -> list[Any]:
+    """What each rank has, by rank; of tensors the numbers.
+
+    They go through files. `all_gather_object` takes five times the processor time, two thirds of it
+    for the objects that stand for a tensor, the rest for two messages.
+    """
+    number, rank = next(_numbers), dist.get_rank()
+    content = io.BytesIO()
+    _NumbersOfTensors(content).dump(own)
+    _file(number, rank).write_bytes(content.getvalue())
+    dist.barrier()
+    _file(number - 1, rank).unlink(missing_ok=True)  # all ranks have read it
+    return [pickle.loads(_file(number, each).read_bytes()) for each in range(dist.get_world_size())]
+
+
+_numbers = itertools.count()
+_folder: Path | None = None  # of those files
+
+
+def _file(number: int, rank: int) -> Path:
+    assert _folder is not None
+    return _folder / f"{number}.{rank}"
+
+
+class _NumbersOfTensors(pickle.Pickler):
+    """Pickle a tensor as its bytes."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        numbers = value.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+        return _tensor, (numbers.tobytes(), value.dtype, value.shape, value.device)
+
+
+def _tensor(numbers: bytes, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    if not numbers:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(numbers), dtype=dtype).reshape(shape).to(device)
+
+
 def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
     """`lowtide` with these arguments on ranks like torchrun's, in a directory that has its cache.
 
@@ -117,13 +161,10 @@ def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess
 
 
 def _run(
-    function: Callable[..., None],
-    given: Sequence[tuple[Any, ...]],
-    method: str = "forkserver",
-    interpreted: bool = False,
+    function: Callable[..., None], given: Sequence[tuple[Any, ...]], interpreted: bool = False
 ) -> list[int | None]:
     """Call a function in one process for each rank, and return their statuses."""
-    processes = _started(function, given, method, interpreted)
+    processes = _started(function, given, interpreted)
     end = time.monotonic() + LIMIT
     try:
         for process in processes:
@@ -135,16 +176,15 @@ def _run(
 
 
 def _started(
-    function: Callable[..., None],
-    given: Sequence[tuple[Any, ...]],
-    method: str = "forkserver",
-    interpreted: bool = False,
+    function: Callable[..., None], given: Sequence[tuple[Any, ...]], interpreted: bool = False
 ) -> list[Any]:
     """Start a process per tuple of arguments. The first start the server, in their environment."""
-    context: Any = multiprocessing.get_context(method)
-    context.set_forkserver_preload(IMPORTED)
+    context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=function, args=arguments) for arguments in given]
+    server = SERVERS[interpreted]
+    server.set_forkserver_preload(IMPORTED)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
         patch.setenv("TRITON_INTERPRET", str(int(interpreted)))
         patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
         # A server that has asked CUDA for its cards could fork no process that uses one; NVML may
@@ -216,7 +256,10 @@ def _join(
     output: Path,
 ) -> None:
     """Join the group, and print what `run` returns, as JSON, a line for each kind."""
+    global _folder
     _write_to(output, output)
+    _folder = Path(f"{store}.exchanged")
+    _folder.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     card = _take_card(rank) if device == "cuda" else None
     if strict:
@@ -244,9 +287,6 @@ def _join(
     dist.barrier()
     if not raised:  # an error between FSDP's hooks leaves threads behind, which this trips over
         dist.destroy_process_group()
-    # Processes that were spawned would end their interpreter now. A thread of gloo that still holds
-    # a tensor of Python would abort them there (pytorch #179291).
-    os._exit(0)
 
 
 def _take_card(rank: int) -> torch.device:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.ops.distillation import helpers
 from tests.ops.distillation.helpers import DIVERGENCES, Inputs, check, fused
 from tests.support.loss import rows_for
-from tests.support.ranks import DEVICE, mesh_of
+from tests.support.ranks import DEVICE, mesh_of, of_all_ranks
 
 FEWEST = 13
 N, V = FEWEST, 23
@@ -95,9 +95,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def joined(own: Tensor) -> Tensor:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, local(own).detach())
-    return torch.cat(found)
+    return torch.cat(of_all_ranks(local(own)))
 
 
 def case(dtype: torch.dtype, layout: str, way: str, divergence: str, name: str, few_rows: bool) -> None:

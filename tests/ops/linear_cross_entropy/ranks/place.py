@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.loss import make_inputs
-from tests.support.ranks import DEVICE
+from tests.support.ranks import DEVICE, of_all_ranks
 
 N, D, V = 24, 6, 24
 
@@ -30,9 +30,7 @@ class Place:
 
     def whole(self, own: Tensor) -> Tensor:
         """The parts of all ranks, in order."""
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, own)
-        return torch.cat(found)
+        return torch.cat(of_all_ranks(own))
 
 
 def made(*, rows: int = N, dtype: torch.dtype = torch.float64, **options: Any) -> Any:

@@ -27,7 +27,7 @@ from lowtide.ops.linear_cross_entropy.planning.remembered import forget
 from tests.support.budgets import Inputs
 from tests.support.half_products import half_products
 from tests.support.loss import check, check_log_probs, make_inputs, rows_for
-from tests.support.ranks import DEVICE, generator, mesh_of
+from tests.support.ranks import DEVICE, generator, mesh_of, of_all_ranks
 
 FEWEST, CLASSES = 13, 23
 N, D, V = FEWEST, 5, CLASSES
@@ -199,9 +199,7 @@ class Shards:
         own = own.detach()
         if not self.by_tokens:
             return own
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, own)
-        return torch.cat(found)
+        return torch.cat(of_all_ranks(own))
 
     def gradients(self) -> dict[str, Tensor]:
         own = {}
@@ -212,8 +210,7 @@ class Shards:
                 assert gradient.placements == leaf.placements, name
                 gradient = gradient.to_local()
             own[name] = gradient
-        found: list[Any] = [None] * self.ranks
-        dist.all_gather_object(found, (self.first, self.tokens.start, own))
+        found = of_all_ranks((self.first, self.tokens.start, own))
         by_class = [
             each for _, _, each in sorted(found, key=lambda rank: (rank[0], len(rank[2]["linear_weight"])))
         ]
