@@ -1,11 +1,11 @@
-"""Tell which transforms are active, and compute gradients that can be differentiated again.
+"""Tell which transforms are active, walk over graphs, and compute differentiable gradients.
 
 Each operator's backward asks here whether it has to use the row function (row_function.py), which
 supports all transforms.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,26 @@ def in_transform(*tensors: Tensor | None) -> bool:
 def is_differentiated(*grad_output: Tensor | None) -> bool:
     """Return True if backward is differentiated (create_graph) or its gradients are batched."""
     return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or in_transform(*grad_output))
+
+
+def graph_nodes(root: Any, is_passed: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    """Yield once each node of an autograd graph, from `root` on; nothing for a root of None.
+
+    The walk does not go beyond a node for which `is_passed` returns False.
+    """
+    waiting, seen = [] if root is None else [root], {None, root}
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for following, _ in node.next_functions if is_passed(node) else ():
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def is_leaf(node: Any) -> bool:
+    """Return True for a node that accumulates the gradient of a leaf, its `variable`."""
+    return hasattr(node, "variable")
 
 
 def differentiable_gradients(

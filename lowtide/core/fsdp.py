@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lowtide.core.autodiff import graph_nodes, is_leaf
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 
@@ -261,11 +262,11 @@ def refuse_unreduced(name: str, tensor: Any) -> None:
     """
     if torch.compiler.is_compiling():  # Dynamo of torch 2.11 reads no grad_fn
         return
-    root = getattr(tensor, "grad_fn", None)
-    if root is None:
-        return
-    for node in _nodes(root, whole=True):
-        variables = (each.variable for each in _nodes(node, whole=False) if hasattr(each, "variable"))
+    for node in graph_nodes(getattr(tensor, "grad_fn", None), lambda node: not _makes_whole(node)):
+        # Where the caller says how gradients are placed, they are reduced.
+        if not _makes_whole(node) or getattr(node, "grad_placements", None) is not None:
+            continue
+        variables = (each.variable for each in graph_nodes(node) if is_leaf(each))
         if any(find_sharded(each) is not None or getattr(each, MARK, False) for each in variables):
             raise ArgumentError(
                 f"{name} must be the parameter itself, which is gathered once and whose gradient is reduced, "
@@ -274,24 +275,9 @@ def refuse_unreduced(name: str, tensor: Any) -> None:
             )
 
 
-def _nodes(root: Any, *, whole: bool) -> Iterator[Any]:
-    """Yield the first nodes of DTensor.full_tensor() behind root, or all nodes if not `whole`.
-
-    Where the caller says how gradients are placed, nothing is yielded.
-    """
-    todo, seen = [root], {None}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if not whole:
-            yield node
-        elif type(node).__name__ == "_ToTorchTensorBackward":
-            if getattr(node, "grad_placements", None) is None:
-                yield node
-            continue
-        todo.extend(each for each, _ in node.next_functions)
+def _makes_whole(node: Any) -> bool:
+    """Return True for the node of DTensor.full_tensor() in a graph."""
+    return type(node).__name__ == "_ToTorchTensorBackward"
 
 
 def _parameters() -> Iterator[tuple[Any, Any]]:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.autodiff import graph_nodes, is_leaf
 from lowtide.core.checks import HALVES
 from lowtide.core.kernels.devices import frexp
 from lowtide.core.pending_gradient import PendingGradient
-from lowtide.ops.chunked_loss.functional.graph import is_leaf, nodes
 
 EXPONENT = 3  # of the largest gradient of head's output
 HIGHEST = 14  # of any float16 gradient; below 2^16, because measured gradients are rounded
@@ -91,7 +91,7 @@ def backward_scale(
         narrow = [each for each in gradients if each is not None and each.dtype == torch.float16]
         sizes.extend(_largest(each).to(value.device) for each in narrow)  # a 0-d one may be on the CPU
 
-    hooks = [node.register_prehook(note) for node in nodes(value) if not is_leaf(node)]
+    hooks = [node.register_prehook(note) for node in graph_nodes(value.grad_fn) if not is_leaf(node)]
     try:
         ends = [*outputs, *rest]
         found = torch.autograd.grad(value, ends, retain_graph=retain_graph, allow_unused=True)
@@ -114,7 +114,7 @@ def backward_scale(
 
 def may_be_retained(value: Tensor) -> bool:
     """Return False for a graph with compiled code: its backward may free the tensors it reads."""
-    return all(type(node).__name__ != "CompiledFunctionBackward" for node in nodes(value))
+    return all(type(node).__name__ != "CompiledFunctionBackward" for node in graph_nodes(value.grad_fn))
 
 
 def _largest(gradient: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lowtide.core import torch_private
+from lowtide.core.autodiff import graph_nodes
 from lowtide.core.checks import check_choice, check_dense
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.core.fsdp import check_gathered
@@ -187,26 +188,31 @@ def _is_mean(value: Tensor, rows: int) -> bool:
     Two things are allowed: a mean over features, because it may be summed over rows; and a mean
     times a number of rows, because it is a sum.
     """
-    waiting, seen = [value.grad_fn if value.dim() == 0 else None], set[Any]()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        kind = type(node).__name__.removesuffix("Backward0").removesuffix("Backward1")
-        if getattr(node, "_saved_reduction", None) == 1:
-            return True
-        if kind == "Mean" and node._saved_self_sym_sizes[:1] == (rows,):
-            return True
-        if kind == "Div" and type(node._saved_other) is int and node._saved_other == rows:
-            # The divisor is a Python int only in torch's own code, such as F.cross_entropy of class
-            # probabilities. In the caller's code it is a tensor.
-            return True
-        if kind in ("Add", "Sub", "Neg", "ToCopy") or (
-            kind in ("Mul", "Div") and _is_fraction(kind, node._saved_other)
-        ):
-            waiting += [following for following, _ in node.next_functions]
-    return False
+    root = value.grad_fn if value.dim() == 0 else None
+    return any(_averages(node, rows) for node in graph_nodes(root, _keeps_means))
+
+
+def _averages(node: Any, rows: int) -> bool:
+    """Return True if the result of a node is a mean over the rows."""
+    kind = _kind(node)
+    if kind == "Mean" and node._saved_self_sym_sizes[:1] == (rows,):
+        return True
+    # The divisor is a Python int only in torch's own code, such as F.cross_entropy of class
+    # probabilities. In the caller's code it is a tensor.
+    divides = kind == "Div" and type(node._saved_other) is int and node._saved_other == rows
+    return divides or getattr(node, "_saved_reduction", None) == 1
+
+
+def _keeps_means(node: Any) -> bool:
+    """Return True if a mean among a node's operands is one in its result, too."""
+    kind = _kind(node)
+    if kind in ("Mul", "Div"):
+        return _is_fraction(kind, node._saved_other)
+    return kind in ("Add", "Sub", "Neg", "ToCopy")
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__.removesuffix("Backward0").removesuffix("Backward1")
 
 
 def _is_fraction(kind: str, other: Any) -> bool:

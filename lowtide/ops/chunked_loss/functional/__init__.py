@@ -5,7 +5,6 @@ Modules, in the order of imports:
     fsdp.py        gather the parameters of an FSDP2 unit once around all chunks
     tensors.py     find the tensors that the functions bring along, and replace them by copies
     threads.py     keep two threads from replacing the parameters of one module at a time
-    graph.py       the nodes of a loss's graph
     closures.py    errors for tensors that come through a closure or a global
     constants.py   the constants that the functions' code reaches
     snapshot.py    check that a chunk is computed again from the same values

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from lowtide.core.autodiff import graph_nodes, is_leaf
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.chunked_loss.functional.graph import is_leaf, nodes
 from lowtide.ops.chunked_loss.functional.tensors import Functional
 
 
@@ -58,4 +58,4 @@ def _captured(functional: Functional) -> Iterator[tuple[str, Tensor]]:
 def _leaves(loss: Tensor) -> list[Tensor]:
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
-    return [node.variable for node in nodes(loss) if is_leaf(node)]
+    return [node.variable for node in graph_nodes(loss.grad_fn) if is_leaf(node)]
