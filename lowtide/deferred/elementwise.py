@@ -149,12 +149,10 @@ def softmax(
     input = input if dtype is None else cast(input, dtype)
     if input is NotImplemented or not is_class_dim(input, dim) or len(args) > 2:
         return NotImplemented
-    autocast = expression.autocast_dtype(input.device)
-    with torch.no_grad():  # Autocast may widen the dtype, but not that of a meta tensor.
-        one = expression.FUNCTIONS[name](torch.zeros(1, dtype=input.dtype, device=input.device), -1)
-    node = expression.Apply(name, (input.checked(), -1), autocast, one.dtype)
+    autocast, dtype = expression.autocast_dtype(input.device), _dtype(name, (input, -1), device=None)
+    node = expression.Apply(name, (input.checked(), -1), autocast, dtype)
     # torch's result is contiguous, whatever its input is.
-    return input.like(node, torch.empty(input.shape, dtype=one.dtype, device="meta"), copied=True)
+    return input.like(node, torch.empty(input.shape, dtype=dtype, device="meta"), copied=True)
 
 
 def is_class_dim(input: DeferredLogits, dim: Any) -> bool:
