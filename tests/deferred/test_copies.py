@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from tests.deferred.helpers import V, differentiated, make
+from tests.deferred.helpers import V, make, plain_and_deferred
 from tests.ops.chunked_loss.helpers import close
 
 pytestmark = pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
@@ -31,9 +31,8 @@ def test_change_of_a_copy(copy):
         loss = F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
         return loss + copied.double().square().mean()
 
-    expected = differentiated(model, use(model))
-    with lowtide.defer_logits(model):
-        close(differentiated(model, use(model)), expected)
+    expected, found, _ = plain_and_deferred(model, use)
+    close(found, expected)
 
 
 def test_change_of_the_logits_themselves():
@@ -46,9 +45,9 @@ def test_change_of_the_logits_themselves():
         logits.mul_(3)
         return doubled.sum() + logits.square().sum()
 
-    expected = differentiated(model, use(model))
+    expected, found, _ = plain_and_deferred(model, use)
+    close(found, expected)
     with lowtide.defer_logits(model):
-        close(differentiated(model, use(model)), expected)
         logits = model(tokens)[0]
         view, doubled = logits[..., :5], logits * 2
         logits.mul_(3)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from tests.deferred.helpers import V, check, differentiated, make, norm, within_eager
+from tests.deferred.helpers import V, check, differentiated, make, norm, plain_and_deferred, within_eager
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -68,10 +68,8 @@ def test_vector_of_higher_precision(name, learned):
         z = z.to(torch.promote_types(z.dtype, torch.float32)) + model.prior
         return F.cross_entropy(z.view(-1, V), targets.view(-1), ignore_index=-1)
 
-    expected = differentiated(model, use(model))
     exact = differentiated(wide := copy.deepcopy(model).double(), use(wide))
-    with lowtide.defer_logits(model) as deferral:
-        found = differentiated(model, use(model))
+    expected, found, deferral = plain_and_deferred(model, use)
     assert (deferral.fused, deferral.materialized) == (1, {})
     for ours, eager, want in zip(found, expected, exact):
         assert ours.isfinite().all()
@@ -122,9 +120,7 @@ CHAINS = {
 @pytest.mark.parametrize("name", CHAINS)
 def test_chain_precision(name):
     model, tokens, _ = make()
-    expected = differentiated(model, CHAINS[name](model, tokens))
-    with lowtide.defer_logits(model) as deferral:
-        found = differentiated(model, CHAINS[name](model, tokens))
+    expected, found, deferral = plain_and_deferred(model, lambda model: CHAINS[name](model, tokens))
     assert deferral.materialized == {}
     for ours, want in zip(found, expected):
         assert norm(ours - want) <= 1e-12 * max(1.0, norm(want))
@@ -159,9 +155,7 @@ def test_loss_in_float64(name, dtype):
         assert z.dtype == torch.float64
         return F.cross_entropy(z.view(-1, V), targets.view(-1), ignore_index=-1)
 
-    expected = differentiated(model, use(model))
-    with lowtide.defer_logits(model) as deferral:
-        found = differentiated(model, use(model))
+    expected, found, deferral = plain_and_deferred(model, use)
     assert (deferral.fused, deferral.materialized) == (1, {})
     assert [each.dtype for each in found] == [each.dtype for each in expected]
     for ours, want in zip(found, expected):

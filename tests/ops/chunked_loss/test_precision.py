@@ -1,6 +1,5 @@
 """Half precision, autocast, loss scaling: no less exact than dense."""
 
-import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +26,13 @@ from tests.ops.chunked_loss.helpers import (
 )
 
 
+def check_within_dense(gradients_of, head, hidden, rounding=0.0):
+    """The errors of gradients_of(loss_of, head, hidden): ours, at most twice the dense ones."""
+    truth, eager = (gradients_of(dense, *each) for each in (cast(head, hidden), (head, hidden)))
+    for found, plain, want in zip(gradients_of(chunked_loss, head, hidden), eager, truth):
+        assert relative(found, want) <= 2 * relative(plain, want) + rounding
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["linear", "norm", "adapted"])
@@ -49,12 +55,11 @@ def test_bfloat16_chunks_summed_in_float32(device, mode):
     head = nn.Linear(D, V, bias=False).to(device, torch.bfloat16)
     hidden = torch.randn(1, 1024, D, device=device).to(torch.bfloat16).requires_grad_()
     labels = torch.randint(V, (1, 1024), device=device)
-    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
-    truth = gradients(dense, exact_head, exact_hidden, labels)
-    eager = gradients(dense, head, hidden, labels)
-    ours = gradients(chunked_loss, head, hidden, labels, chunk_size=4, mode=mode)
-    for found, plain, want in zip(ours, eager, truth):
-        assert relative(found, want) <= 2 * relative(plain, want)
+
+    def gradients_of(loss_of, own, h):
+        return gradients(loss_of, own, h, labels, chunk_size=4, mode=mode)
+
+    check_within_dense(gradients_of, head, hidden)
 
 
 def test_half_precision_loss_summed_in_float32(device):
@@ -80,10 +85,8 @@ def test_float16_gradients_no_underflow(device, mode, autocast):
     def loss_fn(logits, labels):
         return cross_entropy(logits, labels) * 1e-6
 
-    exact_head, exact_hidden = copy.deepcopy(head).double(), hidden.detach().double().requires_grad_()
-    truth = torch.autograd.grad(
-        dense(loss_fn, exact_head, exact_hidden, labels), leaves(exact_head, exact_hidden)
-    )
+    own, h = cast(head, hidden)
+    truth = torch.autograd.grad(dense(loss_fn, own, h, labels), leaves(own, h))
     scale = 2.0**24
     results = []
     for loss_of in (chunked_loss, dense):
@@ -111,17 +114,15 @@ def test_float16_gradients_no_underflow_in_object(device):
     def loss_fn(output, labels):
         return cross_entropy(output.logits, labels) * 1e-6
 
-    scale, results = 2.0**24, []
-    for loss_of, (own, h), factor in (
-        (dense, cast(head, hidden), 1),
-        (dense, (head, hidden), scale),
-        (chunked_loss, (head, hidden), scale),
-    ):
-        loss = loss_of(loss_fn, partial(wrapped, own), h, labels, chunk_size=5)
-        found = torch.autograd.grad(loss * factor, leaves(own, h))
-        results.append([each.double() / factor for each in found])
-    for want, plain, found in zip(*results):
-        assert relative(found, want) <= 2 * relative(plain, want)
+    def gradients_of(loss_of, own, h):
+        loss, scale = loss_of(loss_fn, partial(wrapped, own), h, labels, chunk_size=5), 2.0**24
+        return [each.double() / scale for each in torch.autograd.grad(loss * scale, leaves(own, h))]
+
+    check_within_dense(gradients_of, head, hidden)
+
+
+def weighted(logits, labels, weight):
+    return (per_row(logits, labels) * weight).sum()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,21 +132,11 @@ def test_float16_gradients_no_overflow(device, largest, mode):
     head, hidden, labels = make("linear", device=device, dtype=torch.float16, ignored=0)
     sizes = torch.logspace(-8, 0, B * T, device=device).view(B, T) * largest
 
-    def weighted(logits, labels, weight):
-        return (per_row(logits, labels) * weight).sum()
+    def gradients_of(loss_of, own, h):
+        loss = loss_of(weighted, own, h, labels, sizes, chunk_size=5, mode=mode)
+        return torch.autograd.grad(loss / (largest / 64), leaves(own, h))
 
-    truth, eager, ours = (
-        torch.autograd.grad(
-            loss_of(weighted, own, h, labels, sizes, chunk_size=5, mode=mode) / (largest / 64), leaves(own, h)
-        )
-        for loss_of, (own, h) in (
-            (dense, cast(head, hidden)),
-            (dense, (head, hidden)),
-            (chunked_loss, (head, hidden)),
-        )
-    )
-    for found, plain, want in zip(ours, eager, truth):
-        assert relative(found, want) <= 2 * relative(plain, want) + torch.finfo(torch.float16).eps
+    check_within_dense(gradients_of, head, hidden, torch.finfo(torch.float16).eps)
 
 
 @pytest.mark.parametrize("kind", ["linear", "norm"])
@@ -160,17 +151,12 @@ def test_float16_gradients_behind_small_factor(device, kind, factor):
     def loss_fn(logits, labels, factor):
         return cross_entropy(logits * factor, labels)
 
-    results = []
-    for loss_of, (own, h) in (
-        (dense, cast(head, hidden)),
-        (dense, (head, hidden)),
-        (chunked_loss, (head, hidden)),
-    ):
+    def gradients_of(loss_of, own, h):
         f = torch.tensor(factor, device=device).half().to(h.dtype).requires_grad_()
         loss = loss_of(loss_fn, own, h, labels, f, mode="gradient_in_forward")
-        results.append(torch.autograd.grad(loss / len(labels.view(-1)), [f, *leaves(own, h)]))
-    for want, plain, found in zip(*results):
-        assert relative(found, want) <= 2 * relative(plain, want) + torch.finfo(torch.float16).eps
+        return torch.autograd.grad(loss / len(labels.view(-1)), [f, *leaves(own, h)])
+
+    check_within_dense(gradients_of, head, hidden, torch.finfo(torch.float16).eps)
 
 
 def test_float16_sums_over_many_rows(device):
@@ -178,21 +164,13 @@ def test_float16_sums_over_many_rows(device):
     head, hidden, _ = make("norm", device=device, dtype=torch.float16, tokens=8192)
     labels = head(hidden).argmin(-1)
     rows = labels.numel()
-    results = []
-    for loss_of, (own, h) in (
-        (dense, cast(head, hidden)),
-        (dense, (head, hidden)),
-        (chunked_loss, (head, hidden)),
-    ):
+
+    def gradients_of(loss_of, own, h):
         weight = torch.full(labels.shape, 1 / rows, dtype=h.dtype, device=device, requires_grad=True)
-
-        def weighted(logits, labels, weight):
-            return (per_row(logits, labels) * weight).sum()
-
         loss = loss_of(weighted, own, h, labels, weight, chunk_size=rows, mode="gradient_in_forward")
-        results.append(torch.autograd.grad(loss, [weight, *leaves(own, h)]))
-    for want, plain, found in zip(*results):
-        assert relative(found, want) <= 2 * relative(plain, want) + torch.finfo(torch.float16).eps
+        return torch.autograd.grad(loss, [weight, *leaves(own, h)])
+
+    check_within_dense(gradients_of, head, hidden, torch.finfo(torch.float16).eps)
 
 
 class ScaledInPlace(torch.autograd.Function):
