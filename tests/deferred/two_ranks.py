@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from tests.deferred.helpers import GPT, B, T, V
 from tests.ops.chunked_loss.helpers import close, roundings_of
-from tests.support.ranks import RANKS, generator, mesh_of
+from tests.support.ranks import RANKS, generator, gradients, mesh_of
 
 
 def build(kind):
@@ -47,11 +46,6 @@ def step(kind, model, tokens, targets):
     else:
         _, loss = model(tokens, targets)
     loss.backward()
-
-
-def gradients(model):
-    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
 
 
 def run(kind, rank):

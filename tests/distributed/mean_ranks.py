@@ -17,11 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
-from tests.support.ranks import mesh_of
+from tests.support.ranks import mesh_of, whole
 
 B, T, D, V = 2, 8, 6, 11
 CLASS_WEIGHT = torch.linspace(0.5, 2, V, dtype=torch.float64)
@@ -98,8 +97,8 @@ def run(kind, rank):
     data_ranks, micro_batches = int(data_ranks), int(micro_batches)
     parts = dist.get_world_size() // data_ranks
     torch.manual_seed(0)
-    inner, whole = Model(), Model()
-    whole.load_state_dict(inner.state_dict())
+    inner, alone = Model(), Model()
+    alone.load_state_dict(inner.state_dict())
     y = targets(pattern, micro_batches, data_ranks)
     x = torch.randn(*y.shape, D)
 
@@ -123,13 +122,10 @@ def run(kind, rank):
 
     counted = torch.ones_like(y, dtype=torch.float64) if weight is None else CLASS_WEIGHT[y.clamp(min=0)]
     count = counted.masked_fill(y == -100, 0).sum()
-    expected = whole(f"truth {loss_kind}", x.flatten(0, 2), y.flatten(0, 2), count.clamp(min=1))
+    expected = alone(f"truth {loss_kind}", x.flatten(0, 2), y.flatten(0, 2), count.clamp(min=1))
     expected.backward()
-    found = [
-        each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
-        for each in inner.parameters()
-    ]
-    errors = [(one - other.grad).abs().max().item() for one, other in zip(found, whole.parameters())]
+    pairs = zip(inner.parameters(), alone.parameters())
+    errors = [(whole(one.grad) - other.grad).abs().max().item() for one, other in pairs]
     torch.testing.assert_close(normalizer, count / dist.get_world_size())
     loss, truth = (total / dist.get_world_size()).item(), expected.item()
     if pattern == "nothing":

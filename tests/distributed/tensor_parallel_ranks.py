@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
 import lowtide
-from tests.support.ranks import RANKS, generator, mesh_of
+from tests.support.ranks import RANKS, generator, largest_errors, mesh_of, whole
 
 B, T, D, V = 2, 5, 8, 37
 
@@ -51,16 +51,8 @@ def parallel(kind, model, mesh):
     return parallelize_module(model, mesh, {"lm_head": style})
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def compare(model, alone, deferral):
-    errors = {}
-    for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if other.grad is not None:
-            errors[name] = ((whole(one.grad) - other.grad).abs().max() / other.grad.abs().max()).item()
+    errors = largest_errors(model, alone)
     return {"errors": errors, "fused": deferral.fused, "materialized": deferral.materialized}
 
 

@@ -4,18 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lowtide.tools.bench.cases import LossCase
 from lowtide.tools.bench.steps import rows as steps
 from lowtide.tools.bench.steps.cases import STEP_CASES
 from tests.support.cards import on_cards
 from tests.support.commands import invoke, rows_of, said
-from tests.support.ranks import torchrun
+from tests.support.ranks import needs_gloo, torchrun
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 BENCH = ("bench", "linear-cross-entropy", "--device", "cpu", "--smoke")
 
 

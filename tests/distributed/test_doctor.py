@@ -3,18 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed.doctor_ranks import CALLS, PLAIN
 from tests.support.cards import DEVICES
 from tests.support.commands import invoke, said
 from tests.support.extended import all_extended_but, asked
-from tests.support.ranks import run_ranks
-
-needs_gloo = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
-
+from tests.support.ranks import needs_gloo, run_ranks
 
 # Each chunk is a few collectives, each of milliseconds.
 OF_CHUNKS = [kind for kind in CALLS if CALLS[kind].workspace != PLAIN.workspace]

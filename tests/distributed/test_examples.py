@@ -5,16 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-ROOT = Path(__file__).parents[2]
+from tests.support.ranks import ROOT, needs_gloo
+
 NUMBER = re.compile(r"-?\d+\.\d+|\d+e-\d+|\d+")
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 
 def told(name):

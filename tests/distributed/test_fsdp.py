@@ -8,14 +8,11 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.cards import DEVICES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 # A head that is freed after its forward is gathered again for its backward, as torch does it.
 # Between micro-batches it is not freed.

@@ -4,17 +4,14 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lowtide
 from tests.support.cards import on_cards
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 PATTERNS = ("equal", "unequal", "one rank ignored", "one micro-batch ignored", "one rank only", "nothing")
 LOSSES = ("loss", "weighted", "chunked", "log-probs")

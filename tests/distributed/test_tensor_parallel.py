@@ -1,14 +1,11 @@
 """Tensor parallel heads of models with deferred logits: fused, and one process's gradients."""
 
 import pytest
-import torch.distributed as dist
 
 from tests.support.cards import DEVICES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 FUSED = [
     *("gathered", "gathered, bias", "gathered, logsumexp", "loss parallel", "loss parallel, bias"),

@@ -10,17 +10,14 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lowtide.cli.train import FIGURE
 from tests.support.cards import on_cards
 from tests.support.commands import rows_of
 from tests.support.extended import all_extended_but
-from tests.support.ranks import ROOT, torchrun
+from tests.support.ranks import ROOT, needs_gloo, torchrun
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 TINY = "--data text.txt --out out --vocab-size 512 --width 64 --depth 1 --context 32 --batch 4"
 
 

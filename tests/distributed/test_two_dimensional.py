@@ -1,15 +1,12 @@
 """FSDP2 over data-parallel ranks and tensor parallelism at once: the gradients of one process."""
 
 import pytest
-import torch.distributed as dist
 
 from tests.distributed.two_dimensional_ranks import KINDS
 from tests.support.cards import on_cards
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 
 @pytest.mark.parametrize("device", ["cpu", on_cards(4)])

@@ -10,12 +10,10 @@ process.
 
 import faulthandler
 import importlib
-import io
 import itertools
 import json
 import multiprocessing
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -32,13 +30,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lowtide.cli import main
+from lowtide.core.collectives import is_dtensor
+from tests.support import exchange
 from tests.support.cuda_context import give_autograd_a_context
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
+)
 DEVICE = "cpu"  # the device of this rank's tensors; set it before importing the module with its scenarios
 Result = dict[str, Any]
 LONGEST = 300  # seconds that a scenario on a card takes before its process says where it is
@@ -103,44 +107,24 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
-def of_all_ranks(own: Any) -> list[Any]:
-    """What each rank has, by rank; of tensors the numbers.
-
-    They go through files. `all_gather_object` takes five times the processor time, two thirds of it
-    for the objects that stand for a tensor, the rest for two messages.
-    """
-    number, rank = next(_numbers), dist.get_rank()
-    content = io.BytesIO()
-    _NumbersOfTensors(content).dump(own)
-    _file(number, rank).write_bytes(content.getvalue())
-    dist.barrier()
-    _file(number - 1, rank).unlink(missing_ok=True)  # all ranks have read it
-    return [pickle.loads(_file(number, each).read_bytes()) for each in range(dist.get_world_size())]
+def whole(tensor: Any) -> Tensor:
+    """The tensor, or of a DTensor the parts of all ranks."""
+    found: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return found
 
 
-_numbers = itertools.count()
-_folder: Path | None = None  # of those files
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The whole gradient of each parameter that has one."""
+    return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
 
 
-def _file(number: int, rank: int) -> Path:
-    assert _folder is not None
-    return _folder / f"{number}.{rank}"
-
-
-class _NumbersOfTensors(pickle.Pickler):
-    """Pickle a tensor as its bytes."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        numbers = value.detach().reshape(-1).view(torch.uint8).cpu().numpy()
-        return _tensor, (numbers.tobytes(), value.dtype, value.shape, value.device)
-
-
-def _tensor(numbers: bytes, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    if not numbers:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(bytearray(numbers), dtype=dtype).reshape(shape).to(device)
+def largest_errors(model: nn.Module, alone: nn.Module) -> dict[str, float]:
+    """Of each gradient, over the largest number of the same gradient of a model in one process."""
+    found, expected = gradients(model), gradients(alone)
+    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
+    return {
+        name: ((found[name] - each).abs().max() / each.abs().max()).item() for name, each in expected.items()
+    }
 
 
 def torchrun(directory: Path, *arguments: str, ranks: int = RANKS) -> subprocess.CompletedProcess[str]:
@@ -256,10 +240,9 @@ def _join(
     output: Path,
 ) -> None:
     """Join the group, and print what `run` returns, as JSON, a line for each kind."""
-    global _folder
     _write_to(output, output)
-    _folder = Path(f"{store}.exchanged")
-    _folder.mkdir(exist_ok=True)
+    exchange.folder = Path(f"{store}.exchanged")
+    exchange.folder.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     card = _take_card(rank) if device == "cuda" else None
     if strict:

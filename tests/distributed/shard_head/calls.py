@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lowtide
-from tests.distributed.shard_head.models import CLASS_WEIGHT, ROWS, D, V, divided_head, refused, whole
-from tests.support.ranks import DEVICE, RANKS
+from tests.distributed.shard_head.models import CLASS_WEIGHT, ROWS, D, V, divided_head, refused
+from tests.support.ranks import DEVICE, RANKS, whole
 
 
 def known(kind, rank, mesh):

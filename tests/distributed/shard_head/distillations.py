@@ -10,10 +10,10 @@ from torch import nn
 
 import lowtide
 from lowtide.distillation import forward_kl
-from tests.distributed.shard_head.models import ROWS, D, V, refused, whole
+from tests.distributed.shard_head.models import ROWS, D, V, refused
 from tests.ops.distillation.helpers import Inputs, dense, fused
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import room
-from tests.support.ranks import RANKS
+from tests.support.ranks import RANKS, whole
 
 
 def distillation(kind, rank, mesh):

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 import lowtide
 from tests.support.ranks import generator
@@ -61,10 +60,6 @@ def sharded(kind, model, mesh):
     if "fsdp" in kind:
         fully_shard(model.head, **given)
     return fully_shard(model, ignored_params=own, **given)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def divided_head(kind, rank, mesh):

@@ -5,9 +5,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import lowtide
-from tests.distributed.fsdp_ranks import Collectives
-from tests.distributed.shard_head.models import CLASS_WEIGHT, ROWS, build, data, sharded, whole
-from tests.support.ranks import RANKS
+from tests.distributed.shard_head.models import CLASS_WEIGHT, ROWS, D, V, build, data, sharded
+from tests.support.collectives import Collectives
+from tests.support.ranks import RANKS, largest_errors
 
 
 def loss_of(kind, model, x, y, normalizer, weights):
@@ -42,10 +42,6 @@ def loss_of(kind, model, x, y, normalizer, weights):
     return lowtide.linear_cross_entropy(hidden, head.weight, y, **options)
 
 
-def gradients(model):
-    return {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
-
-
 def one_step(kind, rank, mesh):
     dtype = torch.float32 if "mixed" in kind else torch.float64
     x, y, weights = data(kind, dtype)
@@ -55,7 +51,7 @@ def one_step(kind, rank, mesh):
     xs, ys, ws = (each.split(ROWS)[rank] for each in (x, y, weights))
     class_weight = CLASS_WEIGHT.to(dtype) if "options" in kind else None
     normalizer = lowtide.tokens_per_rank(ys, weight=class_weight).to(dtype)
-    collectives, steps = Collectives(), 3 if "accumulated" in kind else 1
+    collectives, steps = Collectives(V * D), 3 if "accumulated" in kind else 1
     with collectives:
         for step in range(steps):
             model.set_requires_gradient_sync(step == steps - 1)
@@ -65,11 +61,7 @@ def one_step(kind, rank, mesh):
     for _ in range(steps):
         truth = loss_of(kind.replace("deferred", "eager, deferred"), alone, x, y, count, weights)
         truth.backward()
-    expected, found = gradients(alone), gradients(model)
-    assert found.keys() == expected.keys(), (sorted(found), sorted(expected))
-    errors = {
-        name: ((found[name] - each).abs().max() / each.abs().max()).item() for name, each in expected.items()
-    }
+    errors = largest_errors(model, alone)
     value = loss.detach().clone()
     dist.all_reduce(value)
     fused = {} if deferral is None else {"fused": deferral.fused, "materialized": deferral.materialized}

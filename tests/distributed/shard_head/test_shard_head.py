@@ -12,11 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import lowtide
 from tests.support.cards import DEVICES
 from tests.support.extended import all_extended_but, asked
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 EXACT = [
     *("normalizer", "mean", "sum", "none", "log-probs", "module", "options", "options, none", "scale"),

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor, Shard
 
 import lowtide
-from tests.distributed.shard_head.models import D, V, build, sharded, whole
-from tests.support.ranks import RANKS, generator
+from tests.distributed.shard_head.models import D, V, build, sharded
+from tests.support.ranks import RANKS, generator, whole
 
 
 def trained(kind, rank, mesh, steps=3, start=None):

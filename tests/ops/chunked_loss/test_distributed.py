@@ -12,11 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lowtide.ops.chunked_loss import chunked_loss
 from tests.ops.chunked_loss.helpers import D, V, cross_entropy, make
 from tests.support.cards import DEVICES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 DDP = ["ddp", "ddp recompute", "ddp outside"]
 ONCE = [

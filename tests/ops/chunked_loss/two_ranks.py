@@ -7,13 +7,12 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.ops.chunked_loss import chunked_loss
 from tests.ops.chunked_loss.helpers import close, cross_entropy, dense, per_row
-from tests.support.ranks import RANKS, generator, mesh_of
+from tests.support.collectives import Collectives
+from tests.support.ranks import RANKS, generator, gradients, mesh_of
 
 D, V, ROWS = 6, 22, (11, 4)  # rows of each rank: three chunks and one
 CHUNK = 4
@@ -80,22 +79,6 @@ def per_row_loss(logits, labels):
     return per_row(logits, labels)
 
 
-class Collectives(TorchDispatchMode):
-    """Those that carry as much as the head has."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = {"gathers": 0, "reductions": 0}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = str(function)
-        if "allgather_base" in name:
-            self.counts["gathers"] += args[0].numel() >= HEAD_SIZE
-        if "reduce_scatter_base" in name:
-            self.counts["reductions"] += args[1].numel() >= HEAD_SIZE
-        return function(*args, **(kwargs or {}))
-
-
 def build(kind, loss_of):
     torch.manual_seed(0)
     if kind.endswith("wrapped"):
@@ -126,15 +109,6 @@ def step(kind, model, x, labels, loss_of):
     loss.backward()
 
 
-def gradients(model):
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        yield (
-            name.removeprefix("module."),
-            gradient.full_tensor() if isinstance(gradient, DTensor) else gradient,
-        )
-
-
 def run(kind, rank):
     torch.set_default_dtype(torch.float64)
     mode = "recompute" if "recompute" in kind or "per row" in kind else "gradient_in_forward"
@@ -144,9 +118,9 @@ def run(kind, rank):
     x = torch.randn(sum(ROWS), D, generator=seeded)
     labels = torch.randint(V, (sum(ROWS),), generator=seeded)
     model = parallel(kind, build(kind, loss_of))
-    collectives = Collectives()
+    collectives = Collectives(HEAD_SIZE)
     for _ in range(2):  # gradients accumulate over both, collectives are those of the second
-        collectives.counts = {"gathers": 0, "reductions": 0}
+        collectives.counts = dict.fromkeys(collectives.counts, 0)
         SIZES.clear()
         with collectives:
             step(kind, model, x.split(ROWS)[rank], labels.split(ROWS)[rank], loss_of)
@@ -154,8 +128,8 @@ def run(kind, rank):
     whole = build(kind, dense)
     for _ in range(2):
         step(kind, whole, x, labels, dense)
-    expected = {name: gradient / len(ROWS) for name, gradient in gradients(whole)}
-    found = dict(gradients(model))
+    expected = {name: gradient / len(ROWS) for name, gradient in gradients(whole).items()}
+    found = {name.removeprefix("module."): gradient for name, gradient in gradients(model).items()}
     assert found.keys() == expected.keys()
     close([found[name] for name in expected], list(expected.values()))
     return {"sizes": sizes, **collectives.counts}

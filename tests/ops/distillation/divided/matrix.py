@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.ops.distillation import helpers
 from tests.ops.distillation.helpers import DIVERGENCES, Inputs, check, fused
+from tests.support.exchange import of_all_ranks
 from tests.support.loss import rows_for
-from tests.support.ranks import DEVICE, mesh_of, of_all_ranks
+from tests.support.ranks import DEVICE, mesh_of
 
 FEWEST = 13
 N, V = FEWEST, 23

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.exchange import of_all_ranks
 from tests.support.loss import make_inputs
-from tests.support.ranks import DEVICE, of_all_ranks
+from tests.support.ranks import DEVICE
 
 N, D, V = 24, 6, 24
 

@@ -25,9 +25,10 @@ from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.remembered import forget
 from tests.support.budgets import Inputs
+from tests.support.exchange import of_all_ranks
 from tests.support.half_products import half_products
 from tests.support.loss import check, check_log_probs, make_inputs, rows_for
-from tests.support.ranks import DEVICE, generator, mesh_of, of_all_ranks
+from tests.support.ranks import DEVICE, generator, mesh_of
 
 FEWEST, CLASSES = 13, 23
 N, D, V = FEWEST, 5, CLASSES
