@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from tests.deferred.helpers import V, make
+from tests.deferred.helpers import V, differentiated, make
 
 pytestmark = pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
 
@@ -129,7 +129,7 @@ def test_products_of_other_kinds(name):
 
     def outcome():
         loss = F.cross_entropy(model(tokens)[0].view(-1, V), targets.view(-1), ignore_index=-1)
-        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+        return differentiated(model, loss)
 
     expected = outcome()
     with lowtide.defer_logits(model, head=model.lm_head) as deferral:

@@ -1,16 +1,15 @@
 """Every example of docs/howto/rl_preference.md runs as it stands, one after the other, and leaves a
 loss that can be differentiated."""
 
-import re
-from pathlib import Path
-
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "rl_preference.md"
+from tests.docs.snippets import DOCS, blocks_of
+
+PAGE = DOCS / "howto" / "rl_preference.md"
 
 
 def test_docs_examples_run():
-    first, *blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    first, *blocks = blocks_of(PAGE)
     names = {}
     exec(first, names)
     assert len(blocks) == 10
@@ -31,7 +30,7 @@ def test_docs_examples_run():
 
 def test_docs_entropy_bonus_without_tokens():
     """The recipe, with nothing that counts."""
-    first, *blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    first, *blocks = blocks_of(PAGE)
     names = {}
     exec(first, names)
     names["labels"].fill_(-100)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from tests.deferred.helpers import V, make, norm, plain_and_deferred, within_eager
+from tests.deferred.helpers import V, differentiated, make, norm, plain_and_deferred, within_eager
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
@@ -29,8 +29,7 @@ def test_autocast(where, half):
     expected, found, deferral = plain_and_deferred(model, use)
     assert deferral.materialized == {}
     wide = copy.deepcopy(model).double()
-    exact = wide(tokens, targets)[1]
-    exact = [exact.detach(), *torch.autograd.grad(exact, list(wide.parameters()))]
+    exact = differentiated(wide, wide(tokens, targets)[1])
     for ours, eager, want in zip(found, expected, exact):
         within_eager(ours, eager, want, half)
 

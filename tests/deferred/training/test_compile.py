@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from tests.deferred.helpers import V, make
+from tests.deferred.helpers import V, differentiated, make
 from tests.ops.chunked_loss.helpers import close
 from tests.support.extended import all_extended_but
 from tests.support.graphs import needs_tracing
@@ -36,16 +36,16 @@ def test_torch_func():
 def test_compile_one_graph(backend):
     model, tokens, targets = make(tied=True)
     loss = model(tokens, targets)[1]
-    expected = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    expected = differentiated(model, loss)
     torch._dynamo.reset()
     with lowtide.defer_logits(model):
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         logits, loss = compiled(tokens, targets)
-        close([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], expected)
+        close(differentiated(model, loss), expected)
         assert type(logits).__name__ == "DeferredLogits"
         logits = compiled(tokens)[0]
         outside = F.cross_entropy(logits.view(-1, V), targets.view(-1), ignore_index=-1)
-        close([outside.detach(), *torch.autograd.grad(outside, list(model.parameters()))], expected)
+        close(differentiated(model, outside), expected)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its guards do not look at a submodule's class")
@@ -98,7 +98,7 @@ def test_compile(name):
     use = (GRAPH | REAL | BREAKS)[name]
     model, tokens, targets = make()
     loss = use(model(tokens)[0], targets)
-    expected = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    expected = differentiated(model, loss)
     torch._dynamo.reset()
     with lowtide.defer_logits(model):
         compiled = torch.compile(
@@ -107,7 +107,7 @@ def test_compile(name):
         warns = pytest.warns(lowtide.deferred.RealLogitsWarning) if name in REAL else contextlib.nullcontext()
         with warns:
             loss = compiled()
-        close([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))], expected)
+        close(differentiated(model, loss), expected)
 
 
 @needs_tracing
