@@ -11,7 +11,7 @@ Modules, in the order of imports:
 * units: a number of bytes in the unit that suits it.
 * figures: the common look of figures.
 * tables: the common look of tables.
-* eager: the loss with all logits, which every tool compares with.
+* eager: losses and attention with all logits and scores, which every tool compares with.
 * layers: shard or checkpoint a model's layers; group parameters for an optimizer.
 * demo: a small GPT and its training, with eager logits, lowtide's loss, or on several ranks.
 * estimate: the peak memory of a training step, computed on fake tensors.

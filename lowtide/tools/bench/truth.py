@@ -3,51 +3,55 @@
 Legend: N tokens, D features, V classes, C tokens in a chunk.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from lowtide.tools.bench.cases import IGNORE_INDEX, Mode
+from lowtide.tools.eager import eager_loss
 
 TRUTH_CHUNK = 1024
 MOST_FLOAT64_FLOPS = 1 << 46  # About a second and a half on a card with full float64 speed.
-MOST_FLOAT64_WEIGHTS = 1 << 31  # With their gradient they take 32 GiB.
+MOST_FLOAT64_WEIGHTS = 1 << 31  # With their gradient and that of a chunk they take 48 GiB.
 
 
-@torch.no_grad()
 def exact(
     input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, mode: Mode, softcap: float | None = None
 ) -> tuple[Tensor, ...]:
     """Return (loss, dX, dW), or the loss alone, by chunks in `truth_dtype`."""
+    losses = partial(eager_loss, reduction="none", softcap=softcap)
+    return exact_mean(losses, input_ND, weight_VD, target_N, needs_grad=mode is Mode.STEP)
+
+
+def exact_mean(
+    losses: Callable[..., Tensor],
+    input_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    *rows: Tensor,
+    needs_grad: bool = True,
+) -> tuple[Tensor, ...]:
+    """Return the mean over targets that count, with its gradients of input and weight if needed.
+
+    `losses` returns the loss of each row of a chunk: of input, weight, target and `rows`.
+    """
     V, D = weight_VD.shape
     wide = truth_dtype(len(input_ND), D, V, input_ND.dtype)
-    wide_VD = weight_VD.to(wide)
-    counted = (target_N != IGNORE_INDEX).sum()
-    loss = torch.zeros((), dtype=torch.float64, device=input_ND.device)
-    grads_ND, grad_VD = [], torch.zeros_like(wide_VD)
-    for x_CD, target_C in zip(input_ND.split(TRUTH_CHUNK), target_N.split(TRUTH_CHUNK)):
-        wide_CD = x_CD.to(wide)
-        logits_CV = wide_CD @ wide_VD.T
-        slope_CV = None
-        if softcap is not None:
-            logits_CV.div_(softcap).tanh_()
-            slope_CV = 1 - logits_CV.square()
-            logits_CV.mul_(softcap)
-        keep_C1 = (target_C != IGNORE_INDEX)[:, None]
-        target_C1 = target_C.clamp_min(0)[:, None]
-        logits_CV -= logits_CV.logsumexp(1, keepdim=True)
-        loss -= (logits_CV.gather(1, target_C1) * keep_C1).sum(dtype=torch.float64)
-        if mode is Mode.FORWARD:
-            continue
-        grad_CV = logits_CV.exp_()
-        grad_CV.scatter_add_(1, target_C1, grad_CV.new_full((), -1.0).expand_as(target_C1))
-        grad_CV.mul_(keep_C1.to(wide) / counted)
-        if slope_CV is not None:
-            grad_CV.mul_(slope_CV)
-        grads_ND.append(grad_CV @ wide_VD)
-        grad_VD.addmm_(grad_CV.T, wide_CD)
-    if mode is Mode.FORWARD:
-        return (loss / counted,)
-    return loss / counted, torch.cat(grads_ND), grad_VD
+    w_VD = weight_VD.detach().to(wide).requires_grad_(needs_grad)
+    counted_N = target_N != IGNORE_INDEX
+    loss, grads_ND = torch.zeros((), dtype=torch.float64, device=input_ND.device), []
+    given = (input_ND.detach(), target_N, counted_N, *rows)
+    for x_CD, target_C, counted_C, *others in zip(*(each.split(TRUTH_CHUNK) for each in given)):
+        wide_CD = x_CD.to(wide).requires_grad_(needs_grad)
+        losses_C = losses(wide_CD, w_VD, target_C, *others)
+        part = (losses_C * counted_C).sum(dtype=torch.float64) / counted_N.sum()
+        loss += part.detach()
+        if needs_grad:
+            part.backward()
+            grads_ND.append(wide_CD.grad)
+    return (loss, torch.cat(grads_ND), w_VD.grad) if needs_grad else (loss,)
 
 
 def truth_dtype(tokens: int, features: int, classes: int, dtype: torch.dtype) -> torch.dtype:

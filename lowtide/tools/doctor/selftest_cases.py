@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import attn_bias, distillation, losses
+from lowtide.tools.eager import eager_attention, eager_divergence
 
 Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensor]
@@ -147,30 +148,6 @@ def _distilled(function: Callable[..., Tensor]) -> Function:
     return lambda given: function(*(given[name] for name in ("input", "weight", "teacher", "teacher_weight")))
 
 
-def _both(given: Tensors) -> tuple[Tensor, Tensor]:
-    teacher_NV = _wide(given["teacher"]) @ _wide(given["teacher_weight"]).t()
-    return _logits(given).log_softmax(-1), teacher_NV.log_softmax(-1)
-
-
-def _plain_forward_kl(given: Tensors) -> Tensor:
-    student_NV, teacher_NV = _both(given)
-    return F.kl_div(student_NV, teacher_NV, reduction="batchmean", log_target=True)
-
-
-def _plain_jensen_shannon(given: Tensors) -> Tensor:
-    student_NV, teacher_NV = _both(given)
-    mixed_NV = (0.5 * (student_NV.exp() + teacher_NV.exp())).log()
-    return sum(  # type: ignore[return-value]
-        0.5 * F.kl_div(mixed_NV, one_NV, reduction="batchmean", log_target=True)
-        for one_NV in (student_NV, teacher_NV)
-    )
-
-
-def _plain_reverse_kl(given: Tensors) -> Tensor:
-    student_NV, teacher_NV = _both(given)
-    return F.kl_div(teacher_NV, student_NV, reduction="batchmean", log_target=True)
-
-
 def _pairs() -> Tensors:
     return {"input": torch.randn(N, D), "keys": torch.randn(N, D)}
 
@@ -207,19 +184,11 @@ def _plain_attention(
     sees: Callable[[Tensor, Tensor], Tensor] | None = None, softcap: float | None = None
 ) -> Function:
     def plain(given: Tensors) -> Tensor:
-        query, key, value = (_wide(given[name]).transpose(1, 2) for name in ("query", "key", "value"))
-        groups = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
-        scores_BHMN = query @ key.transpose(-1, -2) * K**-0.5
-        if softcap is not None:
-            scores_BHMN = softcap * torch.tanh(scores_BHMN / softcap)
-        if "bias" in given:
-            scores_BHMN = scores_BHMN + _wide(given["bias"])
-        if sees is not None:
-            places = torch.arange(M, device=query.device)
-            hidden = ~sees(places[:, None], places[None, :])
-            scores_BHMN = scores_BHMN.masked_fill(hidden, -torch.inf)
-        return (scores_BHMN.softmax(-1) @ value).transpose(1, 2)
+        query, key, value = (_wide(given[name]) for name in ("query", "key", "value"))
+        bias = _wide(given["bias"]) if "bias" in given else None
+        places = torch.arange(M, device=query.device)
+        hidden = None if sees is None else ~sees(places[:, None], places[None, :])
+        return eager_attention(query, key, value, bias, None, hidden, softcap)
 
     return plain
 
@@ -256,10 +225,13 @@ def _cases() -> Iterator[Case]:
             "chunked loss", dtype, _head, _chunked, lambda given: _sum(_logits(given), given["target"]) / N
         )
     yield Case("deferred logits", F32, _head, _deferred, _plain_loss)
-    yield Case("forward KL", F32, _teachers, _distilled(distillation.forward_kl), _plain_forward_kl)
-    yield Case("reverse KL", F32, _teachers, _distilled(distillation.reverse_kl), _plain_reverse_kl)
-    js = distillation.jensen_shannon
-    yield Case("Jensen-Shannon", F32, _teachers, _distilled(js), _plain_jensen_shannon)
+    for name, beta, function in (
+        ("forward KL", 0, distillation.forward_kl),
+        ("reverse KL", 1, distillation.reverse_kl),
+        ("Jensen-Shannon", 0.5, distillation.jensen_shannon),
+    ):
+        eager = _distilled(partial(eager_divergence, beta=beta))
+        yield Case(name, F32, _teachers, _distilled(function), eager)
     yield Case("InfoNCE", F32, _pairs, _info_nce, _plain_info_nce)
     for dtype in (F64, F32, BF16, F16):
         yield Case("attention", dtype, _qkv(), _attention(), _plain_attention())

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowtide.tools.bench.attention.cases import Attention, AttentionCase, Inputs
 from lowtide.tools.bench.providers import Unavailable
+from lowtide.tools.eager import eager_attention
 
 
 def refuse(case: AttentionCase, **options: object) -> None:
@@ -194,21 +195,8 @@ def eager(case: AttentionCase) -> Attention:
     hidden = None if seen is None else ~seen
 
     def run(inputs: Inputs) -> Tensor:
-        query, key, value = _heads_first(inputs)
-        if case.key_heads != case.H:
-            key, value = (each.repeat_interleave(case.H // case.key_heads, 1) for each in (key, value))
-        score_BHMN = query @ key.mT * case.K**-0.5
-        if case.softcap:
-            score_BHMN = case.softcap * torch.tanh(score_BHMN / case.softcap)
-        if inputs.bias is not None:
-            score_BHMN = score_BHMN + inputs.bias
-        if hidden is not None:
-            score_BHMN = score_BHMN.masked_fill(hidden, -torch.inf)
-        if inputs.sink is not None:
-            sink_BHM1 = inputs.sink[:, None, None].expand(*score_BHMN.shape[:-1], 1)
-            score_BHMN = torch.cat((score_BHMN, sink_BHM1), -1)
-        weight_BHMN = F.dropout(score_BHMN.softmax(-1)[..., : case.keys], case.dropout)
-        return (weight_BHMN @ value).transpose(1, 2)
+        query, key, value, bias, _, sink = inputs
+        return eager_attention(query, key, value, bias, sink, hidden, case.softcap, case.dropout)
 
     return run
 
