@@ -1,19 +1,19 @@
-"""Give every figure of lowtide the same look: colours, type, grid, and labels beside the lines.
+"""Give every figure of lowtide the same look: colours, type, grid, and names above the lines.
 
     with figures.figure(10, 4.2) as figure:
         left, right = figure.subplots(1, 2)
-        left.plot(x, y, color=figures.COLORS["lowtide"])
-        figures.label(left, "lowtide", (x[-1], y[-1]), figures.COLORS["lowtide"])
+        left.plot(x, y, color=figures.COLORS["lowtide"], label="lowtide")
+        figures.names_above(left)
         figures.save(figure, Path("figure.png"))  # or .svg
 
 No window is opened, and no state of pyplot changes.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowtide.tools import files
 from lowtide.tools.errors import UserError
@@ -21,7 +21,6 @@ from lowtide.tools.errors import UserError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Annotation
 
 ENDINGS = (".svg", ".png")
 INK, EDGE, GRID = "#343a40", "#ced4da", "#e9ecef"
@@ -91,32 +90,6 @@ def save(figure: "Figure", path: Path) -> None:
     ending = path.suffix.lower()[1:]
     with files.whole_file(path) as file:
         figure.savefig(file, format=ending, metadata={"Date": None} if ending == "svg" else None)
-
-
-def label(
-    axes: "Axes",
-    text: str,
-    at: tuple[float, float],
-    color: str,
-    offset: tuple[float, float] = (0, 8),
-    **how: Any,
-) -> "Annotation":
-    """Write the name of a line or a bar in its colour, `offset` points from `at` (in data)."""
-    return axes.annotate(text, at, offset, textcoords="offset points", color=color, weight="bold", **how)
-
-
-def room_at_the_right(figure: "Figure", axes: "Axes", labels: Iterable["Annotation"]) -> None:
-    """Scale x, from 0, so that labels to the right of their points fit in."""
-    labels = list(labels)
-    for each in labels:
-        each.set_in_layout(False)  # Otherwise the layout narrows the panel.
-    figure.draw_without_rendering()
-    width = axes.bbox.width
-    ends = []
-    for each in labels:
-        taken = each.get_window_extent().x1 - axes.transData.transform(each.xy)[0]
-        ends.append(each.xy[0] * width / (width - taken))
-    axes.set_xlim(0, 1.02 * max(ends))
 
 
 def names_above(axes: "Axes") -> None:

@@ -1,8 +1,7 @@
 """Draw the figure of a sweep from its CSV alone.
 
 It has nine panels: throughput, memory and accuracy along tokens, classes, features. The panels of a
-row share their vertical axis. Names stand at the right end of the row, at the height of their
-line's end, or as near to it as the others allow.
+row share their vertical axis. Names stand above the panels.
 
 Legend: N tokens, D features, V classes.
 """
@@ -29,8 +28,9 @@ COLUMNS = (
     *("case", "mode", "provider", "status", "card", "torch", "lowtide", "dtype", *AXES),
     *(*MEASURED, "loss_error"),
 )
-VARIANTS = ("-", "--", ":", "-.")  # Line styles of the providers of one kind, which share a colour.
-LABEL_POINTS = 9.5
+NAMES_BESIDE = 4
+# Line styles of the providers of one kind, which share a colour.
+VARIANTS = ("-", "--", ":", "-.", (0, (1, 3)), (0, (6, 1, 1, 1, 1, 1)))
 
 
 class Point(NamedTuple):
@@ -136,6 +136,7 @@ def draw_sweeps(figure: "Figure", sweeps: Sweeps) -> None:
                 axes.plot(
                     [point.size for point in points],
                     [measure.value(point) for point in points],
+                    label=provider,
                     **looks[provider],
                 )
             _scale_sizes(axes, sorted({point.size for points in lines.values() for point in points}))
@@ -143,13 +144,19 @@ def draw_sweeps(figure: "Figure", sweeps: Sweeps) -> None:
         _scale_values(row[0], measure)
     for axes, axis in zip(panels[0], sweeps.lines):
         others = ", ".join(f"{LETTERS[other]} {sweeps.center[other]:,}" for other in AXES if other != axis)
-        axes.set_title(f"{axis} {LETTERS[axis]}\n", fontsize=11, pad=2)
+        axes.set_title(f"{axis} {LETTERS[axis]}", fontsize=11, pad=18)
         axes.text(0, 1.03, others, transform=axes.transAxes, fontsize=9.5)
     absent = f"; did not run: {', '.join(sweeps.absent)}" if sweeps.absent else ""
     figure.supxlabel(sweeps.source + absent, fontsize=9, color="#868e96")
-    figure.draw_without_rendering()  # Names are placed by the height of the laid-out panels.
-    for row, measure in zip(panels, MEASURES):
-        _name_lines(row, measure, sweeps, looks)
+    named = {line.get_label(): line for axes in panels.flat for line in axes.lines}
+    figure.legend(
+        handles=[named[provider] for provider in looks],
+        loc="outside upper center",
+        ncols=NAMES_BESIDE,
+        frameon=False,
+        handlelength=2.8,
+        labelcolor="linecolor",
+    )
 
 
 def looks_of(providers: Iterable[str]) -> dict[str, dict]:
@@ -176,18 +183,14 @@ def looks_of(providers: Iterable[str]) -> dict[str, dict]:
 
 
 def _scale_sizes(axes: "Axes", sizes: Sequence[int]) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(sizes))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _readable(size)))
-    axes.tick_params("x", labelsize=9)
+    axes.set_xticks(sizes, [_readable(size) for size in sizes], fontsize=9)
+    axes.minorticks_off()
 
 
 def _scale_values(axes: "Axes", measure: Measure) -> None:
     """Scale the vertical axis of a row's panels, whose lines are drawn."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator
 
     axes.tick_params("y", labelsize=9.5)
     if not measure.ticks:
@@ -195,68 +198,9 @@ def _scale_values(axes: "Axes", measure: Measure) -> None:
         return
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(FixedLocator(measure.ticks))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: measure.number(value)))
+    axes.yaxis.set_major_formatter(lambda value, _: measure.number(value))
+    axes.minorticks_off()
 
 
 def _readable(size: float) -> str:
     return f"{size:.0f}" if size < 1000 else f"{size / 1000:.0f}k"
-
-
-def _name_lines(row: Sequence["Axes"], measure: Measure, sweeps: Sweeps, looks: dict[str, dict]) -> None:
-    """Write the names at the right of the last panel, within its height.
-
-    The name of a provider that is not in the last panel stands at the end of its line.
-    """
-    *others, last = zip(row, sweeps.lines.values())
-    axes = last[0]
-    ends: dict[str, tuple[float, float]] = {}  # In fractions of the panel.
-    for provider, points in last[1].items():
-        pixels = axes.transData.transform((points[-1].size, measure.value(points[-1])))
-        x, y = axes.transAxes.inverted().transform(pixels)
-        ends[provider] = float(x), float(y)
-    order = sorted(ends, key=lambda provider: ends[provider][1])
-    gap = 1.25 * LABEL_POINTS / 72 * axes.figure.dpi / axes.bbox.height
-    room = 1 - (len(order) - 1) * gap
-    heights = spread([min(max(ends[name][1], i * gap), room + i * gap) for i, name in enumerate(order)], gap)
-    for provider, height in zip(order, heights):
-        color = looks[provider]["color"]
-        line = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2}
-        axes.annotate(
-            provider,
-            xy=ends[provider],
-            xycoords="axes fraction",
-            xytext=(1.1, height),
-            textcoords="axes fraction",
-            color=color,
-            weight="bold" if looks[provider]["zorder"] == 3 else "normal",
-            fontsize=LABEL_POINTS,
-            va="center",
-            arrowprops=line | {"relpos": (0, 0.5)},
-        )
-    named = set(order)
-    for axes, lines in reversed(others):
-        for provider in lines.keys() - named:
-            point = lines[provider][-1]
-            place, color = (point.size, measure.value(point)), looks[provider]["color"]
-            paper = {"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7}
-            figures.label(axes, provider, place, color, (0, 6), ha="right", fontsize=LABEL_POINTS, bbox=paper)
-        named |= lines.keys()
-
-
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Return the ascending places, moved as little as possible, with a gap between neighbours.
-
-    Places that are too near move apart from their middle.
-    """
-    # For each group of places with the least gap: the sum of the starts that they ask for, and
-    # their number.
-    groups: list[list[float]] = []
-    for number, place in enumerate(places):
-        groups.append([place - number * gap, 1])
-        while len(groups) > 1 and groups[-2][0] / groups[-2][1] >= groups[-1][0] / groups[-1][1]:
-            total, count = groups.pop()
-            groups[-1][0] += total
-            groups[-1][1] += count
-    starts = [total / count for total, count in groups for _ in range(int(count))]
-    return [start + number * gap for number, start in enumerate(starts)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -84,7 +85,6 @@ def draw(results: Sequence[Result], path: Path) -> None:
             widths = [each.estimate.held[category] / unit for each in results]
             axes.barh(range(len(results)), widths, left=left, color=COLORS[category], label=category)
             left = [at + width for at, width in zip(left, widths)]
-        labels = []
         for place, result in enumerate(results):
             color = figures.COLORS[result.estimate.loss.value]
             text = f"{result.estimate.peak / unit:,.2f} {name}"
@@ -94,7 +94,8 @@ def draw(results: Sequence[Result], path: Path) -> None:
                 )
                 text += f"  (measured {result.measured / unit:,.2f})"
             end = max(left[place], (result.measured or 0) / unit)
-            labels.append(figures.label(axes, text, (end, place), color, offset=(8, 0), va="center"))
+            beside: dict[str, Any] = {"textcoords": "offset points", "va": "center", "weight": "bold"}
+            axes.annotate(text, (end, place), (8, 0), color=color, **beside)
         axes.set_yticks(range(len(results)), [_name(each.estimate) for each in results])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
@@ -104,7 +105,6 @@ def draw(results: Sequence[Result], path: Path) -> None:
         axes.legend(
             loc="lower left", bbox_to_anchor=(0, 1), ncols=len(CATEGORIES), frameon=False, borderpad=0
         )
-        figures.room_at_the_right(figure, axes, labels)
         figures.save(figure, path)
 
 

@@ -1,10 +1,8 @@
 import csv
 import struct
 import sys
-from itertools import pairwise
 
 import pytest
-from matplotlib.text import Text
 
 from lowtide.tools.bench import draw
 from lowtide.tools.bench.cases import AXES, CASES, LossCase, Mode, sweep
@@ -14,6 +12,7 @@ from lowtide.tools.bench.table import LOSS, CsvWriter
 from lowtide.tools.environment import Environment
 from lowtide.tools.errors import UserError
 from tests.support.commands import invoke, rows_of
+from tests.support.drawings import drawn
 from tests.support.extended import all_extended_but
 
 CENTER = next(case for case in CASES if case.name == "A")
@@ -116,42 +115,18 @@ def test_input_refused(tmp_path):
 
 @pytest.mark.parametrize("names", all_extended_but([NAMES], [NAMES, [f"lowtide-{i}" for i in range(14)]]))
 def test_names_do_not_overlap(tmp_path, names, monkeypatch):
-    """Nor outside the picture; lines that all end at one height are the worst case."""
+    """Nor are they outside the picture or over a line."""
     monkeypatch.setattr(sys.modules[__name__], "NAMES", names)
-    sweeps = draw.read(write(tmp_path / "sweep.csv", names=names))
-    with draw.figures.figure(10, 9.2) as figure:
-        draw.draw_sweeps(figure, sweeps)
-        figure.draw_without_rendering()
-        for axes in figure.axes:
-            texts = [text for text in axes.texts if text.get_text() in names]
-            boxes = [Text.get_window_extent(text) for text in texts]  # without the line to its end
-            for box in boxes:
-                assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-                assert axes.bbox.y0 - box.height < box.y0 < box.y1 < axes.bbox.y1 + box.height
-            boxes.sort(key=lambda box: box.y0)
-            assert all(lower.y1 <= upper.y0 + 1 for lower, upper in pairwise(boxes))
-        named = {text.get_text() for text in figure.axes[2].texts} & set(names)
-        assert named == set(names) - {"quack"}
+    rows = write(tmp_path / "sweep.csv", names=names)
+    drawing = drawn(monkeypatch, lambda path: draw.draw(rows, path), tmp_path / "sweep.png")
+    drawing.check()
+    assert {text for text, _ in drawing.words} & set(names) == set(names) - {"quack"}
 
 
-def test_names_absent_from_last_panel(tmp_path):
+def test_names_absent_from_last_panel(tmp_path, monkeypatch):
     path = write(tmp_path / "sweep.csv")
     kept = [line for line in path.read_text().splitlines() if not ("liger" in line and "-features-" in line)]
     path.write_text("\n".join(line for line in kept if not (",A,16384" in line and "liger" in line)))
-    sweeps = draw.read(path)
-    assert "liger" not in sweeps.lines["features"]
-    with draw.figures.figure(10, 9.2) as figure:
-        draw.draw_sweeps(figure, sweeps)
-        assert [any(text.get_text() == "liger" for text in axes.texts) for axes in figure.axes] == 3 * [
-            False,
-            True,
-            False,
-        ]
-
-
-def test_places_spread_least():
-    assert draw.spread([], 1) == []
-    assert draw.spread([0.0, 5.0], 1) == [0.0, 5.0]
-    assert draw.spread([1.0, 1.0, 1.0], 2) == [-1.0, 1.0, 3.0]
-    assert draw.spread([0.0, 0.5, 4.0], 1) == [-0.25, 0.75, 4.0]
-    assert draw.spread([0.0, 0.0, 1.0], 1) == pytest.approx([-2 / 3, 1 / 3, 4 / 3])
+    assert "liger" not in draw.read(path).lines["features"]
+    drawing = drawn(monkeypatch, lambda out: draw.draw(path, out), tmp_path / "sweep.png")
+    assert [text for text, _ in drawing.words].count("liger") == 1

@@ -9,8 +9,8 @@ def test_drawing_repeats_its_file(tmp_path, kind):
     for file in files:
         with figures.figure(4, 3) as figure:
             axes = figure.subplots()
-            axes.plot([1, 2], [3, 4], color=figures.COLORS["lowtide"])
-            figures.label(axes, "lowtide", (2, 4), figures.COLORS["lowtide"])
+            axes.plot([1, 2], [3, 4], color=figures.COLORS["lowtide"], label="lowtide")
+            figures.names_above(axes)
             figure.savefig(file, metadata={"Date": None} if kind == "svg" else None)
     first, second = (file.read_bytes() for file in files)
     assert first == second
