@@ -96,27 +96,31 @@ def rows(
     torch.set_float32_matmul_precision("highest")
     bench = cache(partial(_Bench, case, mode, plain, budget_ms, truth))
     for provider in providers:
-        if case.ranks > 1:  # an error ends this rank; torchrun then ends the others, which wait for it
-            yield Row(case, mode, provider, bench().measure(provider.call(case, bench().inputs)))
-            continue
-        outcome = attempted(lambda: bench().measure(provider.call(case, bench().inputs)), case.device)  # noqa: B023
-        yield Row(case, mode, provider, *outcome)
+
+        def measured() -> Figures:
+            return bench().measure(provider.call(case, bench().inputs))  # noqa: B023
+
+        yield Row(case, mode, provider, *attempted(measured, case.device, alone=case.ranks == 1))
 
 
-def attempted(run: Callable[[], ResultT], device: str) -> tuple[ResultT | None, str, bool]:
+def attempted(
+    run: Callable[[], ResultT], device: str, alone: bool = True
+) -> tuple[ResultT | None, str, bool]:
     """Return the result of a provider, or None; why there is none; and whether it failed.
 
-    An error of another package is shown in its row, and does not end the run.
+    An error of another package is shown in its row, and does not end the run. Of several ranks it
+    ends this one, and torchrun then ends the others, which wait for it.
     """
     outcome: tuple[ResultT | None, str, bool]
     try:
         outcome = run(), "", False
     except Unavailable as unavailable:
         outcome = None, str(unavailable), False
-    except torch.OutOfMemoryError as error:
-        outcome = None, f"does not fit in memory: {_one_line(error)}", False
     except Exception as error:
-        outcome = None, _one_line(error), True
+        if not alone:
+            raise
+        fits = not isinstance(error, torch.OutOfMemoryError)
+        outcome = None, ("" if fits else "does not fit in memory: ") + _one_line(error), fits
     # Free memory only here: the exception is gone, and with it the last reference to the tensors.
     gc.collect()
     if device == "cuda":

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ from lowtide.tools.tables import new_table
 ROUNDS = 5
 
 Training = tuple[Any, torch.optim.Optimizer]  # a model and its optimizer
-ResultT = TypeVar("ResultT")
 
 
 class StepProvider(NamedTuple):
@@ -110,20 +109,21 @@ FSDP_STEP_PROVIDERS = (
 
 def step_rows(case: StepCase, providers: Sequence[StepProvider] = STEP_PROVIDERS) -> Iterator[StepRow]:
     """Measure the providers on one model, in turns."""
-    built, reason, failed = _attempted(case, lambda: _trainings(case, providers))
+    tried = partial(attempted, device=case.device, alone=case.ranks is None)
+    built, reason, failed = tried(lambda: _trainings(case, providers))
     if built is None:
         yield from (StepRow(case, each, 0, None, reason, failed) for each in providers)
         return
     steps = {each.name: partial(_step, case, *built[each.shards_head], each) for each in providers}
     parameters = sum(each.numel() for each in next(iter(built.values()))[0].parameters())
     warmed = {
-        each.name: _attempted(case, partial(_warmed, case, steps[each.name], *built[each.shards_head]))
+        each.name: tried(partial(_warmed, case, steps[each.name], *built[each.shards_head]))
         for each in providers
     }
     running = [name for name, (first, *_) in warmed.items() if first is not None]
     rounds = 1 if case.smoke else ROUNDS
     calls = [steps[name] for name in running]
-    turns, reason, failed = _attempted(case, lambda: alternate(calls, rounds, case.device))
+    turns, reason, failed = tried(lambda: alternate(calls, rounds, case.device))
     spans = dict(zip(running, turns or ()))
     for each in providers:
         first, *why = warmed[each.name]
@@ -136,19 +136,6 @@ def step_rows(case: StepCase, providers: Sequence[StepProvider] = STEP_PROVIDERS
         tokens = (case.ranks or 1) * case.batch * case.length
         figures = StepFigures(ms, p20, p80, to_eager, 1000 * tokens / ms, *first)
         yield StepRow(case, each, parameters, figures, "", False)
-
-
-def _attempted(case: StepCase, run: Callable[[], ResultT]) -> tuple[ResultT | None, str, bool]:
-    """Return what `attempted` does; of several ranks, any error but Unavailable ends them all.
-
-    The others would wait for the rank that raises it.
-    """
-    if case.ranks is None:
-        return attempted(run, case.device)
-    try:
-        return run(), "", False
-    except Unavailable as unavailable:
-        return None, str(unavailable), False
 
 
 def _step(case: StepCase, model: Any, optimizer: torch.optim.Optimizer, provider: StepProvider) -> Tensor:
