@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 import benchmark_records
 from benchmark_records import Record, is_absent, records_of
-from data_tables import markdown
-from docutils import nodes
+from data_tables import add_makers, markdown
 from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 ABSENT = "Not measured yet."
 PICTURES = Path(__file__).parents[1] / "pictures"
@@ -187,16 +185,6 @@ MAKERS: dict[str, Callable[[], str]] = {
 }
 
 
-class Summary(SphinxDirective):
-    """Make the summary or the picture that the directive is named after."""
-
-    def run(self) -> list[nodes.Node]:
-        for name in ("heads", "attention_real"):
-            self.env.note_dependency(str(benchmark_records.BENCHMARKS / "h200" / f"{name}.csv"))
-        return self.parse_text_to_nodes(MAKERS[self.name]())
-
-
 def setup(app: Sphinx) -> dict[str, Any]:
-    for name in MAKERS:
-        app.add_directive(name, Summary)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    files = [benchmark_records.BENCHMARKS / "h200" / f"{name}.csv" for name in ("heads", "attention_real")]
+    return add_makers(app, MAKERS, files)

@@ -1,7 +1,7 @@
 """Make the tables of docs/_data: what ran with which versions, and what is known of which card."""
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,21 @@ def builds() -> str:
 MAKERS: dict[str, Callable[[], str]] = {"builds": builds, "platforms": platforms, "versions": versions}
 
 
-class Data(SphinxDirective):
-    """Make the table that the directive is named after."""
+def add_makers(
+    app: Sphinx, makers: Mapping[str, Callable[[], str]], files: Iterable[Path] = ()
+) -> dict[str, Any]:
+    """Add a directive for each maker, which puts its Markdown into a page; it reads these files."""
 
-    def run(self) -> list[nodes.Node]:
-        self.env.note_dependency(str(DATA / f"{self.name}.csv"))
-        return self.parse_text_to_nodes(MAKERS[self.name]())
+    class Made(SphinxDirective):
+        def run(self) -> list[nodes.Node]:
+            for file in files:
+                self.env.note_dependency(str(file))
+            return self.parse_text_to_nodes(makers[self.name]())
+
+    for name in makers:
+        app.add_directive(name, Made)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    for name in MAKERS:
-        app.add_directive(name, Data)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+    return add_makers(app, MAKERS, [DATA / f"{name}.csv" for name in MAKERS])

@@ -45,12 +45,11 @@ def parsed(text: str) -> Directive:
 
 MAKERS: dict[str, Callable[[Directive], str]] = {
     "benchmark": lambda directive: benchmark_tables.markdown(directive.argument, directive.options),
-    "doctor-on-a-cpu": lambda _: f"```text\n{ways_of_a_call.doctor_on_a_cpu()}\n```",
-    "reasons-of-the-loss": lambda _: ways_of_a_call.reasons_table(),
-    "ways-of-attention": lambda _: ways_of_a_call.attention_table(),
-    "ways-of-the-loss": lambda _: ways_of_a_call.loss_table(),
-    **{name: lambda _, make=make: make() for name, make in data_tables.MAKERS.items()},
-    **{name: lambda _, make=make: make() for name, make in benchmark_summaries.MAKERS.items()},
+    **{
+        name: lambda _, make=make: make()
+        for module in (benchmark_summaries, data_tables, ways_of_a_call)
+        for name, make in module.MAKERS.items()
+    },
 }
 
 

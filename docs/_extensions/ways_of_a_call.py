@@ -8,13 +8,13 @@
 A card that this machine lacks is asked for with tensors without data, and its capability is given.
 """
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from docutils import nodes
+from data_tables import add_makers
 from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.bfloat16_units import gemm
@@ -127,42 +127,17 @@ def doctor_on_a_cpu() -> str:
     with patch.object(gemm, "against", lambda: None):
         found = AskedLossCall(N, D, V, softcap=30.0, label_smoothing=0.1).describe()
     width = max(map(len, found))
-    return "\n".join(f"{name:{width}}   {value}" for name, value in found.items())
+    lines = (f"{name:{width}}   {value}" for name, value in found.items())
+    return "\n".join(("```text", *lines, "```"))
 
 
-class DoctorOnACpu(SphinxDirective):
-    """Show it as text."""
-
-    def run(self) -> list[nodes.Node]:
-        return [nodes.literal_block("", doctor_on_a_cpu(), language="text")]
-
-
-class _Table(SphinxDirective):
-    def run(self) -> list[nodes.Node]:
-        return self.parse_text_to_nodes(self.markdown())
-
-    def markdown(self) -> str:
-        raise NotImplementedError
+MAKERS: dict[str, Callable[[], str]] = {
+    "doctor-on-a-cpu": doctor_on_a_cpu,
+    "reasons-of-the-loss": reasons_table,
+    "ways-of-attention": attention_table,
+    "ways-of-the-loss": loss_table,
+}
 
 
-class WaysOfAttention(_Table):
-    def markdown(self) -> str:
-        return attention_table()
-
-
-class WaysOfTheLoss(_Table):
-    def markdown(self) -> str:
-        return loss_table()
-
-
-class ReasonsOfTheLoss(_Table):
-    def markdown(self) -> str:
-        return reasons_table()
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    app.add_directive("ways-of-attention", WaysOfAttention)
-    app.add_directive("ways-of-the-loss", WaysOfTheLoss)
-    app.add_directive("reasons-of-the-loss", ReasonsOfTheLoss)
-    app.add_directive("doctor-on-a-cpu", DoctorOnACpu)
-    return {"parallel_read_safe": True, "parallel_write_safe": True}
+def setup(app: Sphinx) -> dict[str, Any]:
+    return add_makers(app, MAKERS)
