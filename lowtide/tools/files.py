@@ -5,7 +5,7 @@ import csv
 import errno
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,12 +92,19 @@ class _Tried(Exception):
 
 
 @contextlib.contextmanager
-def growing_file(path: Path) -> Iterator[IO[str]]:
-    """Yield a text file that shows what has been written so far: an interrupted run keeps that."""
+def growing_table(path: Path, columns: Sequence[str]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that writes a row of a CSV at once: an interrupted run keeps its rows."""
     with naming(path):
         _make_directory(path.parent)
         with open(path, "w", newline="", encoding="utf-8") as file:
-            yield file
+            table = csv.DictWriter(file, columns, lineterminator="\n")
+            table.writeheader()
+
+            def write(row: dict[str, Any]) -> None:
+                table.writerow(row)
+                file.flush()
+
+            yield write
 
 
 def read_table(path: Path, columns: Sequence[str], kind: str) -> list[dict[str, str]]:

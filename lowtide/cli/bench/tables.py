@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from lowtide.cli.shared.parameters import output_file
-from lowtide.tools.bench.table import LOSS, CsvWriter, Format, records
+from lowtide.tools.bench.table import LOSS, Format, cells
 from lowtide.tools.environment import Environment
-from lowtide.tools.files import growing_file
+from lowtide.tools.files import growing_table
 from lowtide.tools.ranks import is_first
 
 
@@ -58,23 +58,23 @@ def print_tables(
     environment = Environment.of(device)
     every: list[Any] = []
     with contextlib.ExitStack() as stack:
-        writer = None
+        write = None
         if out is not None and is_first():
-            writer = CsvWriter(stack.enter_context(growing_file(out)), environment, form)
+            write = stack.enter_context(growing_table(out, form.columns))
         for table in tables:
             measured: list[Any] = []
             with console.status(table.name) as spinner:
                 for row in table.rows:
                     measured.append(row)
-                    if writer is not None:
-                        writer.write(row)
+                    if write is not None:
+                        write(cells(row, environment, form))
                     spinner.update(f"{table.name}: {len(measured)} of {table.total} rows")
             console.print(form.render(measured))
             every += measured
     if smoke and any(row.failed for row in every):
         raise typer.Exit(1)
     if plot is not None and form.draw is not None:
-        form.draw(records(every, environment, form), plot)
+        form.draw([cells(row, environment, form) for row in every], plot)
         console.print(f"picture: {plot}", soft_wrap=True)
 
 

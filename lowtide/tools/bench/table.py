@@ -1,10 +1,9 @@
 """Show rows of the benchmark as a table, and write them as a CSV with their origin."""
 
-import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Group
 from rich.text import Text
@@ -38,23 +37,10 @@ class Format(NamedTuple):
     """Draw the records of a CSV to a file."""
 
 
-def records(rows: Iterable[Any], environment: Environment, form: Format) -> list[dict[str, str]]:
-    """Return the rows as a reader of their CSV would: every cell is a string."""
-    found = [dict.fromkeys(form.columns) | asdict(environment) | form.record(row) for row in rows]
-    return [{name: "" if value is None else str(value) for name, value in each.items()} for each in found]
-
-
-class CsvWriter:
-    """Write each row as it comes: an interrupted run keeps what it has measured."""
-
-    def __init__(self, file: IO[str], environment: Environment, form: Format):
-        self.file, self.environment, self.form = file, environment, form
-        self.writer = csv.DictWriter(file, form.columns, restval="", lineterminator="\n")
-        self.writer.writeheader()
-
-    def write(self, row: Any) -> None:
-        self.writer.writerow(asdict(self.environment) | self.form.record(row))
-        self.file.flush()
+def cells(row: Any, environment: Environment, form: Format) -> dict[str, str]:
+    """Return the row as a reader of its CSV would: every cell is a string."""
+    found = dict.fromkeys(form.columns) | asdict(environment) | form.record(row)
+    return {name: "" if value is None else str(value) for name, value in found.items()}
 
 
 def record(row: Row) -> dict[str, object]:

@@ -7,7 +7,6 @@ bytes held.
 Shapes: B sequences, T tokens of each, D features, V classes.
 """
 
-import csv
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -99,16 +98,13 @@ def _record(step: Callable[[], None], device: str) -> tuple[str, Timeline]:
 
 
 def write(lines: Iterable[Line], path: Path, device: str) -> None:
-    with files.growing_file(path) as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *OWN), lineterminator="\n")
-        writer.writeheader()
-        environment = asdict(Environment.of(device))
+    environment = asdict(Environment.of(device))
+    with files.growing_table(path, (*COLUMNS, *OWN)) as add:
         for line in lines:
             about = environment | asdict(line.shape) | {"dtype": "bfloat16"}
             for ms, held in zip(line.timeline.ms, line.timeline.bytes):
                 own = (line.provider, line.end, f"{ms:.3f}", held)
-                writer.writerow(about | dict(zip(OWN, own)))
-            file.flush()
+                add(about | dict(zip(OWN, own)))
 
 
 def read(path: Path) -> list[Line]:

@@ -5,8 +5,9 @@ import pytest
 from lowtide.cli.bench.saved import draw_figure
 from lowtide.tools.bench.attention.real_table import REAL_ROWS
 from lowtide.tools.bench.heads.table import HEAD_ROWS
-from lowtide.tools.bench.table import CsvWriter, records
+from lowtide.tools.bench.table import cells
 from lowtide.tools.errors import UserError
+from lowtide.tools.files import growing_table
 from tests.support.drawings import drawn
 from tests.tools.bench import test_heads
 from tests.tools.bench.attention import test_real
@@ -28,8 +29,8 @@ ATTENTION = (
     [pytest.param(*HEADS, id="heads", marks=pytest.mark.extended), pytest.param(*ATTENTION, id="attention")],
 )
 def test_words_do_not_overlap(form, rows, names, words, tmp_path, monkeypatch):
-    fields = records(rows, HERE, form)
-    drawing = drawn(monkeypatch, lambda path: form.draw(fields, path), tmp_path / "ratios.png")
+    records = [cells(row, HERE, form) for row in rows]
+    drawing = drawn(monkeypatch, lambda path: form.draw(records, path), tmp_path / "ratios.png")
     printed = [text for text, _ in drawing.words]
     assert {*names, *words} < set(printed)
     assert "sdpa-cudnn" not in printed, "all else is over it"
@@ -41,19 +42,19 @@ def test_words_do_not_overlap(form, rows, names, words, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("form", "rows"), [HEADS[:2], ATTENTION[:2]], ids=["heads", "attention"])
 def test_picture_of_nothing(form, rows):
     with pytest.raises(UserError, match="nothing to draw"):
-        form.draw(records([row for row in rows if row.figures is None], HERE, form), None)
+        form.draw([cells(row, HERE, form) for row in rows if row.figures is None], None)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("form", "rows"), [HEADS[:2], ATTENTION[:2]], ids=["heads", "attention"])
 def test_picture_of_the_file_is_that_of_the_rows(form, rows, tmp_path):
     """Card and versions are those of the file, wherever it is drawn."""
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        writer = CsvWriter(file, HERE, form)
-        for row in rows:
-            writer.write(row)
+    records = [cells(row, HERE, form) for row in rows]
+    with growing_table(tmp_path / "rows.csv", form.columns) as write:
+        for record in records:
+            write(record)
     draw_figure(tmp_path / "rows.csv", tmp_path / "file.svg")
-    form.draw(records(rows, HERE, form), tmp_path / "rows.svg")
+    form.draw(records, tmp_path / "rows.svg")
     assert (tmp_path / "file.svg").read_bytes() == (tmp_path / "rows.svg").read_bytes()
 
 

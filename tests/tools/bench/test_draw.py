@@ -8,9 +8,10 @@ from lowtide.tools.bench import draw
 from lowtide.tools.bench.cases import AXES, CASES, LossCase, Mode, sweep
 from lowtide.tools.bench.measure import Figures, Row
 from lowtide.tools.bench.providers import Provider
-from lowtide.tools.bench.table import LOSS, CsvWriter
+from lowtide.tools.bench.table import LOSS, cells
 from lowtide.tools.environment import Environment
 from lowtide.tools.errors import UserError
+from lowtide.tools.files import growing_table
 from tests.support.commands import invoke, rows_of
 from tests.support.drawings import drawn
 from tests.support.extended import all_extended_but
@@ -32,11 +33,10 @@ def synthetic_row(case: LossCase, name: str) -> Row:
 
 
 def write(path, cases=None, names=NAMES):
-    with path.open("w", newline="") as file:
-        writer = CsvWriter(file, HERE, LOSS)
+    with growing_table(path, LOSS.columns) as keep:
         for case in sweep(CENTER, AXES) if cases is None else cases:
             for name in names:
-                writer.write(synthetic_row(case, name))
+                keep(cells(synthetic_row(case, name), HERE, LOSS))
     return path
 
 

@@ -1,4 +1,3 @@
-import csv
 import io
 import subprocess
 
@@ -7,11 +6,12 @@ import torch
 from rich.console import Console
 
 import lowtide
-from lowtide.tools import environment
+from lowtide.tools import environment, files
 from lowtide.tools.bench import table
 from lowtide.tools.bench.cases import LossCase, Mode
 from lowtide.tools.bench.measure import Figures, Row
 from lowtide.tools.bench.providers import Provider
+from tests.support.commands import rows_of
 
 CASE = LossCase("tiny", 96, 16, 80, torch.bfloat16, "cpu")
 FAST, PEER, BAD = (
@@ -23,12 +23,12 @@ ABSENT = Row(CASE, Mode.STEP, PEER, None, "not installed: [peer]")
 BROKEN = Row(CASE, Mode.STEP, BAD, None, "RuntimeError: x", failed=True)
 
 
-def test_csv_columns_and_environment():
-    file = io.StringIO()
-    writer = table.CsvWriter(file, environment.Environment.of("cpu"), table.LOSS)
-    for row in (RAN, ABSENT, BROKEN):
-        writer.write(row)
-    ran, absent, broken = csv.DictReader(io.StringIO(file.getvalue()))
+def test_csv_columns_and_environment(tmp_path):
+    here = environment.Environment.of("cpu")
+    with files.growing_table(tmp_path / "rows.csv", table.LOSS.columns) as write:
+        for row in (RAN, ABSENT, BROKEN):
+            write(table.cells(row, here, table.LOSS))
+    ran, absent, broken = rows_of(tmp_path / "rows.csv")
     assert tuple(ran) == table.COLUMNS
     assert ran["torch"] == torch.__version__
     assert ran["lowtide"]

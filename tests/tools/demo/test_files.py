@@ -76,8 +76,8 @@ def test_full_disk_named(tmp_path):
         with pytest.raises(OSError, match="/dev/full") as caught, files.whole_file(link) as file:
             write(file)
         assert caught.value.errno == errno.ENOSPC
-    with pytest.raises(OSError, match=r"file\.pt") as caught, files.growing_file(link) as text:
-        text.write("x" * 10**6)
+    with pytest.raises(OSError, match=r"file\.pt") as caught, files.growing_table(link, ["a"]) as write:
+        write({"a": "x" * 10**6})
     assert caught.value.errno == errno.ENOSPC
     assert link.is_symlink()
     assert Path("/dev/full").is_char_device()
