@@ -14,8 +14,7 @@ Modules, in the order of imports:
 * chunked: providers for the chunked loss.
 * distillation: the divergences of a student's and a teacher's head.
 * trained: the loss's cases with the head of a trained model.
-* draw: the figure of a sweep.
-* dots: a figure of ratios over many cases.
+* draw: the figures of a sweep, and of ratios over many cases.
 * compare: the figures of two CSVs, row by row.
 * attention: the benchmark of attention.
 * ranks: the loss on several ranks.

@@ -1,14 +1,15 @@
-"""Draw the figure of a sweep from its CSV alone.
+"""Draw the figures of the benchmarks from their CSVs alone: of a sweep, and of ratios.
 
-It has nine panels: throughput, memory and accuracy along tokens, classes, features. The panels of a
-row share their vertical axis. Names stand above the panels.
+That of a sweep has nine panels: throughput, memory and accuracy along tokens, classes, features.
+The panels of a row share their vertical axis. Ratios of many cases are dots, in a panel for each
+measure, with a colour for each provider. Names stand above the panels.
 
 Legend: N tokens, D features, V classes.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -204,3 +205,51 @@ def _scale_values(axes: "Axes", measure: Measure) -> None:
 
 def _readable(size: float) -> str:
     return f"{size:.0f}" if size < 1000 else f"{size / 1000:.0f}k"
+
+
+class Panel(NamedTuple):
+    label: str
+    dots: dict[str, list[tuple[int, float]]]
+    """By provider: the place of a case, and its ratio."""
+
+
+def draw_dots(
+    panels: Sequence[Panel],
+    cases: Sequence[str],
+    title: str,
+    records: Sequence[Mapping[str, str]],
+    path: Path,
+) -> None:
+    """Draw the panels above each other; card, versions and dtypes below them are the records'."""
+    looks = looks_of(name for panel in panels for name in panel.dots)
+    with figures.figure(14, 3 + 2.2 * len(panels)) as figure:
+        axes: list[Axes] = [*figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]]
+        for one, panel in zip(axes, panels):
+            _draw_panel(one, panel, looks)
+        axes[0].set_title(title)
+        axes[-1].set_xticks(range(len(cases)), cases, rotation=90)
+        figures.names_above(axes[0])
+        card, torch, dtype, lowtide = (
+            " and ".join(dict.fromkeys(record[name] for record in records))
+            for name in ("card", "torch", "dtype", "lowtide")
+        )
+        source = f"{card}, torch {torch}, {dtype}, lowtide {lowtide}"
+        figure.supxlabel(source, fontsize=9, color="#868e96")
+        figures.save(figure, path)
+
+
+def _draw_panel(axes: "Axes", panel: Panel, looks: dict[str, dict]) -> None:
+    axes.axhline(1, color=figures.INK, linewidth=0.8)
+    for name, look in looks.items():
+        if panel.dots.get(name):
+            hollow = look["linestyle"] != "-"  # A variant of its kind.
+            axes.plot(
+                *zip(*panel.dots[name]),
+                linestyle="",
+                label=name,
+                fillstyle="none" if hollow else "full",
+                **{key: look[key] for key in ("color", "marker", "zorder")},
+            )
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel(panel.label)

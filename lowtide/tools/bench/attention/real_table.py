@@ -16,7 +16,7 @@ from lowtide.tools.bench.attention.providers import AttentionProvider
 from lowtide.tools.bench.attention.real import RealCase
 from lowtide.tools.bench.attention.rows import AttentionFigures, AttentionRow, attention_rows
 from lowtide.tools.bench.attention.truth import truth_dtype
-from lowtide.tools.bench.dots import Panel, draw_dots
+from lowtide.tools.bench.draw import Panel, draw_dots
 from lowtide.tools.bench.measure import SWEEP_BUDGET_MS
 from lowtide.tools.bench.table import Format, reasons, rounded
 from lowtide.tools.environment import dtype_name

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from lowtide.tools.bench import table
-from lowtide.tools.bench.dots import Panel, draw_dots
+from lowtide.tools.bench.draw import Panel, draw_dots
 from lowtide.tools.bench.heads.rows import HeadRow
 from lowtide.tools.bench.measure import Figures
 from lowtide.tools.bench.table import Format, reasons, rounded
