@@ -13,8 +13,7 @@ from lowtide.cli.shared.parameters import DeviceOption
 from lowtide.cli.shared.parameters import workspace as workspace_option
 from lowtide.tools.bench.cases import AXES, CASES, LossCase, Mode, divided, sweep
 from lowtide.tools.bench.chunked import entries as chunked_entries
-from lowtide.tools.bench.distillation.providers import DIVERGENCES, divergence_providers
-from lowtide.tools.bench.distillation.rows import divergence_rows
+from lowtide.tools.bench.distillation import DIVERGENCES, divergence_providers, divergence_rows
 from lowtide.tools.bench.measure import BUDGET_MS, SWEEP_BUDGET_MS, rows
 from lowtide.tools.bench.options import WORKSPACE, options
 from lowtide.tools.bench.providers import PROVIDERS, SWEPT

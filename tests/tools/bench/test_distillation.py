@@ -8,10 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from lowtide.cli.bench import loss
+from lowtide.tools.bench import distillation
 from lowtide.tools.bench.cases import CASES, IGNORE_INDEX, Mode
-from lowtide.tools.bench.distillation import providers
-from lowtide.tools.bench.distillation.providers import DIVERGENCES, WORKSPACES, divergence_providers, teacher
-from lowtide.tools.bench.distillation.rows import exact_divergence
+from lowtide.tools.bench.distillation import (
+    DIVERGENCES,
+    WORKSPACES,
+    divergence_providers,
+    exact_divergence,
+    teacher,
+)
 from lowtide.tools.bench.measure import floor
 from lowtide.tools.bench.truth import relative_error
 from lowtide.tools.eager import eager_divergence
@@ -90,7 +95,7 @@ def test_liger_is_called_as_it_documents(divergence, monkeypatch):
         return eager_divergence(*heads, jsd_beta, shift_labels == ignore_index)
 
     module = SimpleNamespace(liger_fused_linear_jsd=fused)
-    monkeypatch.setattr(providers, "cuda_module", lambda name, device: module)
+    monkeypatch.setattr(distillation, "cuda_module", lambda name, device: module)
     (liger,) = (each for each in divergence_providers(divergence) if each.name == "liger")
     inputs = CASE.inputs(requires_grad=True)
     (got,) = liger.call(CASE, inputs).run()
