@@ -51,7 +51,7 @@ class LossCase:
 
     @property
     def shape(self) -> str:
-        shape = f"{self.tokens} x {self.features} x {self.classes} {self.dtype_name} on {self.device}"
+        shape = f"{self.tokens} x {self.features} x {self.classes} {dtype_name(self.dtype)} on {self.device}"
         if self.tokens_divided:
             return shape + f", tokens of each of {self.ranks} ranks"
         return shape + f", classes over {self.ranks} ranks" * (self.ranks > 1)
@@ -78,10 +78,6 @@ class LossCase:
             "first_class": self.own_classes.start,
             "num_classes": self.classes,
         }
-
-    @property
-    def dtype_name(self) -> str:
-        return dtype_name(self.dtype)
 
     def inputs(self, requires_grad: bool) -> Inputs:
         """Return hidden states, head and targets, equal in every run; logits have unit variance.

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from lowtide.tools.bench.measure import Row
-from lowtide.tools.environment import ENVIRONMENT, Environment, version
+from lowtide.tools.environment import ENVIRONMENT, Environment, dtype_name, version
 from lowtide.tools.tables import new_table
 
 TIMES = ("ms", "ms_p20", "ms_p80", "floor_ms", "ratio")
@@ -50,7 +50,7 @@ def record(row: Row) -> dict[str, object]:
         "tokens": case.tokens,
         "features": case.features,
         "classes": case.classes,
-        "dtype": case.dtype_name,
+        "dtype": dtype_name(case.dtype),
         "mode": row.mode.value,
         "workspace": row.provider.workspace,
         "logits": case.logits,

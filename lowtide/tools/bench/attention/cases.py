@@ -96,10 +96,6 @@ class AttentionCase:
         return self.E or self.K
 
     @property
-    def dtype_name(self) -> str:
-        return dtype_name(self.dtype)
-
-    @property
     def bias_shape(self) -> tuple[int, ...] | None:
         if self.bias is None:
             return None
@@ -142,7 +138,7 @@ class AttentionCase:
 
     @property
     def shape(self) -> str:
-        return f"{self.sizes} {self.dtype_name}, {self.options or 'plain'}, on {self.device}"
+        return f"{self.sizes} {dtype_name(self.dtype)}, {self.options or 'plain'}, on {self.device}"
 
     @property
     def forward_flops(self) -> float:

@@ -87,7 +87,7 @@ def render(rows: Sequence[RealRow]) -> Group:
         cells = [_cell(of_case[name]) if name in of_case else Text("-") for name in others]
         shown.add_row(
             Text(case.name),
-            Text(f"{case.sizes} {case.dtype_name}\n{case.options}"),
+            Text(f"{case.sizes} {dtype_name(case.dtype)}\n{case.options}"),
             Text(of_case["lowtide"].engine if "lowtide" in of_case else ""),
             Text("-") if best is None else Text(f"{best.provider.name}\n{_absolute(_figures(best))}"),
             *cells,

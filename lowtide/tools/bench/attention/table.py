@@ -6,7 +6,7 @@ from rich.console import Group
 
 from lowtide.tools.bench.attention.rows import AttentionFigures, AttentionRow, Pass
 from lowtide.tools.bench.table import Format, outcome, reasons, rounded
-from lowtide.tools.environment import ENVIRONMENT
+from lowtide.tools.environment import ENVIRONMENT, dtype_name
 from lowtide.tools.tables import new_table
 
 PASS = ("ms", "ms_p20", "ms_p80", "tflops", "ratio")
@@ -36,7 +36,7 @@ def record(row: AttentionRow) -> dict[str, object]:
         "keys": case.keys,
         "value_features": case.value_features,
         "features": case.K,
-        "dtype": case.dtype_name,
+        "dtype": dtype_name(case.dtype),
         "options": case.options,
         "engine": row.engine,
         "way": row.way,
