@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from data_tables import add_makers
+from data_tables import add_makers, markdown
 from sphinx.application import Sphinx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -23,7 +23,7 @@ from lowtide.ops.linear_cross_entropy.operator.planner import choose_engine
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.operands import with_aligned_operands
-from lowtide.tools.doctor.attention import markdown as attention_table
+from lowtide.tools.doctor.attention import table as calls_of_attention
 from lowtide.tools.doctor.linear_cross_entropy import AskedLossCall
 
 N, D, V = 8192, 4096, 128_256  # the head of Llama 3 8B
@@ -101,13 +101,19 @@ def _call(
     return Call(head, options, call_kind)
 
 
+def attention_table() -> str:
+    """Return the backends of calls of attention, as Markdown."""
+    rows = [[call, f"`{cpu}`", f"`{cuda}`"] for call, cpu, cuda in calls_of_attention()]
+    return markdown(["call", "on the CPU", "on CUDA"], rows)
+
+
 def loss_table() -> str:
     """Return the engine of each call on each machine, as Markdown."""
-    lines = [f"| call | {' | '.join(MACHINES)} |", "|---" * (1 + len(MACHINES)) + "|"]
-    for name, call in CALLS.items():
-        engines = [engine_and_reasons(machine, **call)[0] for machine in MACHINES]
-        lines.append(f"| {name} | {' | '.join(f'`{engine}`' for engine in engines)} |")
-    return "\n".join(lines)
+    rows = [
+        [name, *(f"`{engine_and_reasons(machine, **call)[0]}`" for machine in MACHINES)]
+        for name, call in CALLS.items()
+    ]
+    return markdown(["call", *MACHINES], rows)
 
 
 def reasons_table() -> str:
@@ -117,9 +123,8 @@ def reasons_table() -> str:
         for call in CALLS.values():
             for engine, reason in engine_and_reasons(machine, **call)[1].items():
                 found.setdefault(engine, {})[reason] = None
-    lines = ["| not this engine | because |", "|---|---|"]
-    lines += [f"| `{engine}` | {reason} |" for engine, reasons in found.items() for reason in reasons]
-    return "\n".join(lines)
+    rows = [[f"`{engine}`", reason] for engine, reasons in found.items() for reason in reasons]
+    return markdown(["not this engine", "because"], rows)
 
 
 def doctor_on_a_cpu() -> str:

@@ -170,9 +170,3 @@ def table() -> list[tuple[str, str, str]]:
 def _names(cases: tuple[dict[str, Any], ...], device: str) -> str:
     found = {AskedAttentionCall(device=device, **case).choice().backend: None for case in cases}
     return " or ".join(found)
-
-
-def markdown() -> str:
-    """Return the table as docs/reference/ways.md has it."""
-    rows = [f"| {call} | `{cpu}` | `{cuda}` |" for call, cpu, cuda in table()]
-    return "\n".join(("| call | on the CPU | on CUDA |", "|---|---|---|", *rows))
