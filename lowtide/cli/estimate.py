@@ -96,13 +96,11 @@ def estimate(
         pairs = (list(each) for _, each in groupby(found, lambda result: result.estimate.setting))
     else:
         used = dtype or usual_dtype(model)
-        pairs = (
-            _made(
-                Setting(model, batch, each, used, optimizer, checkpointing, workspace, fsdp, shard_head, tp),
-                measure,
-            )
+        settings = (
+            Setting(model, batch, each, used, optimizer, checkpointing, workspace, fsdp, shard_head, tp)
             for each in length or [8192]
         )
+        pairs = ([_result(setting, loss, measure) for loss in Loss] for setting in settings)
     results: list[Result] = []
     for pair in pairs:
         print_table(console, pair)
@@ -112,10 +110,6 @@ def estimate(
     if out is not None:
         draw(results, out)
         console.print(f"picture: {out}", soft_wrap=True)
-
-
-def _made(setting: Setting, measure: bool) -> list[Result]:
-    return [_result(setting, loss, measure) for loss in Loss]
 
 
 def _result(setting: Setting, loss: Loss, measure: bool) -> Result:

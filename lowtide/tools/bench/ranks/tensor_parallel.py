@@ -8,6 +8,7 @@ are still sent.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -34,13 +35,6 @@ class WithoutCollectives(Provider):
         return TimedCall(run, inputs[:2], exact=False)
 
 
-class Ended:
-    """Stand for a collective that has ended."""
-
-    def wait(self) -> None:
-        """Do nothing."""
-
-
 @contextmanager
 def without_collectives(calls: dict[Any, Any]) -> Iterator[None]:
     """Leave out the collectives of the block, whose calls are remembered in `calls`."""
@@ -54,7 +48,7 @@ def without_collectives(calls: dict[Any, Any]) -> Iterator[None]:
                 all_ranks.view(group.size, -1).copy_(own.view(1, -1).expand(group.size, -1))
             else:
                 own.copy_(all_ranks[: own.numel()])
-        return Ended()
+        return SimpleNamespace(wait=lambda: None)  # a collective that has ended
 
     own_begin, own_calls = Group._begin, signatures._calls
     Group._begin, signatures._calls = begin, calls  # type: ignore[assignment, method-assign]
