@@ -1,13 +1,8 @@
 """What moves between the hosts of a group that moves tensors of cards alone."""
 
-import pytest
-import torch.distributed as dist
+from tests.support.ranks import needs_gloo, run_ranks
 
-from tests.support.ranks import run_ranks
-
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 
 def test_hosts_of_overlapping_groups(tmp_path):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.docs.snippets import DOCS, PAGES, ROOT, blocks_of, missing, needs_earlier_blocks, run
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
 # Pages whose imports, or whose compilation, take many seconds.
 SLOW = ("howto/compile", "howto/lightning", "howto/peft", "howto/transformers", "migrate/liger")
@@ -55,9 +55,7 @@ def test_page_blocks_run(name):
             run(block, names, f"{name}, block {number}")
 
 
-@pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+@needs_gloo
 @pytest.mark.extended
 def test_page_of_divided_heads_runs_on_two_ranks(tmp_path):
     page = "howto/divided_head"

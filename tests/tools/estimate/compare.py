@@ -1,18 +1,15 @@
 """Holds estimates of one rank against what processes hold."""
 
 import pytest
-import torch.distributed as dist
 
 from lowtide.tools.estimate.step import estimate
-from tests.support.ranks import RANKS, run_ranks
+from tests.support.ranks import RANKS, needs_gloo, run_ranks
 from tests.tools.estimate.training_ranks import parsed
 
 # The marks of files that start processes.
 MARKS = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning"),
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-    ),
+    needs_gloo,
 ]
 
 

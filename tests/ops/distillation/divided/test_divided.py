@@ -1,15 +1,12 @@
 """Heads whose classes are divided over real processes: student and teacher, exact in every way."""
 
 import pytest
-import torch.distributed as dist
 
 from tests.support.cards import DEVICES, on_cards
 from tests.support.extended import all_extended_but, asked
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 RANKS = "tests.ops.distillation.divided.divided_ranks"
 SCENARIOS = ("excluded", "near_teacher", "errors", "compiled", "fsdp")

@@ -13,6 +13,7 @@ from torch import nn
 
 import lowtide
 from tests.support.loss import fused, make_inputs, smallest_workspace
+from tests.support.ranks import needs_gloo
 
 x, w, t = torch.randn(4, 3), torch.randn(7, 3), torch.tensor([0, 1, -100, 6])
 V, p = torch.ones(7), torch.rand(4, 7)
@@ -260,7 +261,7 @@ def test_target_out_of_range_no_grad(reduction):
         call(target=torch.tensor([0, 9, 0, 0]), reduction=reduction)
 
 
-@pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs gloo")
+@needs_gloo
 def test_target_out_of_range_on_a_rank():
     """Its weight may be a part of the head, as `weight.to_local()` is."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -5,15 +5,12 @@ recorded_ranks.py has the scenarios; the engine of a Hopper card runs in Triton'
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.cards import on_cards
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 RANKS = "tests.ops.linear_cross_entropy.operator.recorded_ranks"
 CHANGES = ["other_sizes_of_one_rank", "used_results", "errors", "new_group"]

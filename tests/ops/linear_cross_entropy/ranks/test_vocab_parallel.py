@@ -1,15 +1,12 @@
 """Heads whose classes are divided over real processes: exact with every option and shard."""
 
 import pytest
-import torch.distributed as dist
 
 from tests.support.cards import DEVICES, needs_cards, on_cards
 from tests.support.extended import all_extended_but, asked
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 MATRIX = "tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks"
 MODES = "tests.ops.linear_cross_entropy.ranks.vocab_parallel_modes"

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.cards import on_cards
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 MATRIX = "tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks"
 CARDS = "tests.ops.linear_cross_entropy.ranks.vocab_parallel_cards"

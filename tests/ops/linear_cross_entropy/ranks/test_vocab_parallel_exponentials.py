@@ -4,16 +4,13 @@ whatever the shards, with the collectives of the other engines.
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lowtide.core.bfloat16_units import gemm
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_exponentials import SCENARIOS
 from tests.support.cards import on_cards
-from tests.support.ranks import run_ranks
+from tests.support.ranks import needs_gloo, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-)
+pytestmark = needs_gloo
 
 MATRIX = "tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks"
 RANKS = "tests.ops.linear_cross_entropy.ranks.vocab_parallel_exponentials"

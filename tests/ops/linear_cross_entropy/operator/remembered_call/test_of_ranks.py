@@ -14,13 +14,12 @@ import torch.distributed as dist
 import lowtide
 from lowtide.ops.linear_cross_entropy.operator import signatures
 from tests.ops.linear_cross_entropy.operator.remembered_call.helpers import D, V, check, exact, tensors
+from tests.support.ranks import needs_gloo
 
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
-    ),
+    needs_gloo,
 ]
 
 
