@@ -183,3 +183,10 @@ def check(head, hidden, labels, use=lambda loss: loss, *, loss_fn=cross_entropy,
         narrow_hidden.requires_grad_(hidden.requires_grad)
         roundings = roundings_of(run(dense, narrow, narrow_hidden, of), exact)
     close(run(chunked_loss, head, hidden, of), exact, roundings=roundings)
+
+
+def call(loss_fn=cross_entropy, head=None, hidden=None, *rest, **options):
+    own_head, own_hidden, labels = make("linear")
+    return chunked_loss(
+        loss_fn, head or own_head, own_hidden if hidden is None else hidden, *(rest or (labels,)), **options
+    )

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lowtide.ops.chunked_loss import chunked_loss
-from tests.ops.chunked_loss.helpers import D, V
+from tests.ops.chunked_loss.constants import check, inputs, scaled
+from tests.ops.chunked_loss.helpers import V
 
 FACTOR = 2.0
 TABLE = {"factor": 2.0}
@@ -45,10 +45,6 @@ class Nested:
 class Kind(enum.Enum):
     LOW = 2.0
     HIGH = -3.0
-
-
-def scaled(logits, labels, factor):
-    return F.cross_entropy(logits * factor, labels, reduction="sum")
 
 
 def with_a_global(logits, labels):
@@ -199,30 +195,6 @@ WAYS = {name.removeprefix("of_"): way for name, way in dict(globals()).items() i
 WAYS |= {method: functools.partial(of_a_callable, method) for method in ("method", "looked_up")}
 
 
-def inputs(device="cpu"):
-    head, hidden = nn.Linear(D, V).to(device, torch.float64), torch.randn(29, D, dtype=torch.float64)
-    return head, hidden.to(device).requires_grad_(), torch.randint(V, (29,)).to(device)
-
-
-def check(loss_fn, change, head=None, *, names="", hidden=None):
-    own, own_hidden, labels = inputs()
-    head, hidden = own if head is None else head, own_hidden if hidden is None else hidden
-    for mode in ("recompute", "gradient_in_forward"):
-        random_state = torch.get_rng_state()
-        loss = chunked_loss(loss_fn, head, hidden, labels, chunk_size=7, mode=mode)
-        torch.set_rng_state(random_state)
-        if mode == "recompute":  # nothing has changed so far: twice, which it must not mind
-            (before,) = torch.autograd.grad(loss, hidden, retain_graph=True)
-            torch.autograd.grad(loss, hidden, retain_graph=True)
-            with torch.no_grad():
-                change()
-            with pytest.raises(RuntimeError, match=f"must not change.*{names}.*gradient_in_forward"):
-                loss.backward()
-        else:  # it continues with the new values, for which it has the gradients already
-            (after,) = torch.autograd.grad(loss, hidden)
-            assert not torch.allclose(before, after)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_constant_changed(way):
     check(*WAYS[way](), names="loss_fn")
@@ -249,37 +221,6 @@ def test_constant_attribute_of_global(owner, monkeypatch):
         "module": lambda a, y: scaled(a, y, module.factor),
     }[owner]
     check(loss_fn, lambda: monkeypatch.setattr(globals()[owner], "factor", -3.0), names=f"{owner}.factor")
-
-
-class Head(nn.Module):
-    cap = 2.0
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.cfg = nn.Linear(D, V, dtype=torch.float64), {"cap": 2.0}
-        self.layers = nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Softplus(beta=2.0))
-        self.own, self.calls = 2.0, 0
-
-    def forward(self, h):
-        return self.logits(h) * self.cap * self.cfg["cap"]
-
-    def logits(self, h):
-        self.calls += 1
-        return self.layers(self.linear(h)) * self.own
-
-
-@pytest.mark.parametrize("name", ["own", "cap", "cfg", "p", "beta"])
-@pytest.mark.parametrize("bound", [False, True])
-def test_constant_number_on_module(name, bound):
-    head = Head()
-    change = {
-        "own": lambda: setattr(head, "own", -3.0),
-        "cap": lambda: setattr(head, "cap", -3.0),
-        "cfg": lambda: head.cfg.update(cap=-3.0),
-        "p": lambda: setattr(head.layers[1], "p", 0.1),
-        "beta": lambda: setattr(head.layers[2], "beta", 0.5),
-    }[name]
-    check(functools.partial(scaled, factor=1.0), change, head.forward if bound else head, names="head")
 
 
 def test_constant_dictionary_argument():
@@ -333,45 +274,6 @@ def test_constant_not_detected_on_cuda():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert gradient.isnan().any(1).all()
-
-
-class Busy(nn.Module):
-    """It counts, logs and caches as it runs, and belongs to a trainer."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(D, V, dtype=torch.float64)
-        self.calls, self.log, self.cache, self.step = 0, [], {}, 0
-        self.trainer = SimpleNamespace(step=0, head=self, seen=torch.zeros(()))
-
-    def forward(self, h):
-        self.calls += 1
-        self.log.append(self.calls)
-        self.cache.setdefault(len(h), torch.ones(len(h), 1, dtype=torch.float64))
-        self.trainer.seen.add_(1)
-        return self.linear(h) * self.cache[len(h)]
-
-
-def test_constant_changed_by_function_accepted():
-    """Counters, logs, caches: also where another call comes in between, as with two losses of a
-    step; and what no code of theirs names."""
-    head, hidden, labels = Busy(), *inputs()[1:]
-    total = torch.zeros((), dtype=torch.float64)
-
-    def loss_fn(a, y):
-        loss = scaled(a, y, 1.0)
-        total.add_(loss.detach())
-        return loss
-
-    losses = [
-        chunked_loss(loss_fn, head, hidden[:rows], labels[:rows], chunk_size=7, mode="recompute")
-        for rows in (29, 17)
-    ]
-    head.trainer.step += 1
-    head.step += 1
-    (found,) = torch.autograd.grad(sum(losses), hidden)
-    expected = sum(scaled(head.linear(hidden[:rows]), labels[:rows], 1.0) for rows in (29, 17))
-    torch.testing.assert_close(found, torch.autograd.grad(expected, hidden)[0])
 
 
 def test_argument_scheduled_accepted():

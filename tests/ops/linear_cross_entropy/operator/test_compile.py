@@ -1,4 +1,4 @@
-"""torch.compile and torch.export: one whole graph, forward and backward, for every length."""
+"""torch.compile: one whole graph, forward and backward, for every length."""
 
 import shutil
 import warnings
@@ -273,52 +273,6 @@ def test_same_bits_as_eager(device, counter):
     expected = differentiate(fused, inputs, 0.3)
     for name, tensor in differentiate(compiled_with(counter), inputs, 0.3).items():
         assert torch.equal(tensor, expected[name]), name
-
-
-# Export.
-
-
-class Model(torch.nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.body = torch.nn.Linear(8, 8)
-        self.criterion = lowtide.LinearCrossEntropyLoss(8, 21, bias=True, **options)
-
-    def forward(self, hidden, target):
-        return self.criterion(self.body(hidden).tanh(), target)
-
-
-@pytest.mark.parametrize("kind", ["plain", "all"])
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_export(device, dynamic, kind):
-    options = (
-        {} if kind == "plain" else {"softcap": 2.0, "z_loss": 0.1, "logit_scale": 0.5, "reduction": "none"}
-    )
-    model = Model(**options).to(device)
-    hidden, target = torch.randn(9, 8, device=device), torch.randint(21, (9,), device=device)
-    rows = {0: torch.export.Dim("rows", min=2)} if dynamic else None
-    program = torch.export.export(model, (hidden, target), dynamic_shapes=(rows, rows) if dynamic else None)
-    names = {str(node.target) for node in program.graph.nodes}
-    assert "lowtide.linear_cross_entropy.default" in names
-    for length in (9, 14) if dynamic else (9,):
-        hidden = torch.randn(length, 8, device=device)
-        target = torch.randint(21, (length,), device=device)
-        torch.testing.assert_close(program.module()(hidden, target), model(hidden, target))
-
-
-def test_export_log_probs(device):
-    class Scores(torch.nn.Module):
-        def forward(self, hidden, weight, target):
-            return tuple(lowtide.linear_log_probs(hidden, weight, target))
-
-    arguments = (
-        torch.randn(9, 8, device=device),
-        torch.randn(21, 8, device=device),
-        torch.randint(21, (9,), device=device),
-    )
-    program = torch.export.export(Scores(), arguments)
-    for found, expected in zip(program.module()(*arguments), lowtide.linear_log_probs(*arguments)):
-        torch.testing.assert_close(found, expected)
 
 
 # fullgraph=True refuses transforms that do not combine. Without it, the result is right, or is

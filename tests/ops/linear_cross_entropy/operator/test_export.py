@@ -127,3 +127,36 @@ def test_export_then_compile(device):
     ):
         torch.testing.assert_close(0.3 * found, expected)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kind", ["plain", "all"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_export(device, dynamic, kind):
+    options = (
+        {} if kind == "plain" else {"softcap": 2.0, "z_loss": 0.1, "logit_scale": 0.5, "reduction": "none"}
+    )
+    model = Model(**options).to(device)
+    hidden, target = torch.randn(9, 8, device=device), torch.randint(21, (9,), device=device)
+    rows = {0: torch.export.Dim("rows", min=2)} if dynamic else None
+    program = torch.export.export(model, (hidden, target), dynamic_shapes=(rows, rows) if dynamic else None)
+    names = {str(node.target) for node in program.graph.nodes}
+    assert "lowtide.linear_cross_entropy.default" in names
+    for length in (9, 14) if dynamic else (9,):
+        hidden = torch.randn(length, 8, device=device)
+        target = torch.randint(21, (length,), device=device)
+        torch.testing.assert_close(program.module()(hidden, target), model(hidden, target))
+
+
+def test_export_log_probs(device):
+    class AllScores(torch.nn.Module):
+        def forward(self, hidden, weight, target):
+            return tuple(lowtide.linear_log_probs(hidden, weight, target))
+
+    arguments = (
+        torch.randn(9, 8, device=device),
+        torch.randn(21, 8, device=device),
+        torch.randint(21, (9,), device=device),
+    )
+    program = torch.export.export(AllScores(), arguments)
+    for found, expected in zip(program.module()(*arguments), lowtide.linear_log_probs(*arguments)):
+        torch.testing.assert_close(found, expected)

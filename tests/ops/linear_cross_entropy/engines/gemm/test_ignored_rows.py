@@ -7,7 +7,6 @@ holds NaN (tests/support/unwritten.py).
 Shapes: N tokens, D features, V classes; C tokens of a chunk.
 """
 
-import math
 from dataclasses import replace
 
 import numpy
@@ -21,18 +20,26 @@ from tests.support.loss import (
     fused,
     fused_log_probs,
     make_inputs,
-    no_synchronisation,
     planned,
     workspace_for,
 )
 
 pytest.importorskip("triton")
 
-from lowtide.core.kernels import backend
 from lowtide.ops.linear_cross_entropy.engines.exponentials import input_gradient
 from lowtide.ops.linear_cross_entropy.engines.gemm import counted_rows_triton
 from lowtide.ops.linear_cross_entropy.planning import remembered
-from lowtide.ops.linear_cross_entropy.planning.division import cost_model, sizes, step_time
+from lowtide.ops.linear_cross_entropy.planning.division import cost_model, sizes
+from tests.ops.linear_cross_entropy.engines.gemm.ignored_rows import (
+    OPTIONS,
+    PATTERNS,
+    N,
+    V,
+    any_number_of_tokens,  # noqa: F401
+    ignored,
+    inputs_for,
+    with_ignored,
+)
 from tests.ops.linear_cross_entropy.on_exponentials import (
     dtype_on,
     everywhere,  # noqa: F401
@@ -41,49 +48,9 @@ from tests.ops.linear_cross_entropy.on_exponentials import (
     with_options,
 )
 from tests.ops.linear_cross_entropy.options.test_several_terms import in_terms
-from tests.ops.linear_cross_entropy.planning.test_workspace_size import planned_on_hopper
-from tests.support.cuda_graphs import captured
 from tests.support.extended import all_extended_but
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-N, V = 75, 101
-PATTERNS = ["none", "all", "all but one", "one", "prefixes", "suffix", "random"]
-
-
-@pytest.fixture(autouse=True)
-def _any_number_of_tokens(monkeypatch):
-    """Skip rows at any price, but with class blocks; cuBLAS then reads cleared rows."""
-    monkeypatch.setattr(sizes, "FEWEST_TOKENS", 1)
-    monkeypatch.setattr(sizes, "MOST_OF_SKIPPING", math.inf)
-    monkeypatch.setattr(step_time, "ORDER_OF_ROWS", 0)
-    remembered.forget()
-    yield
-    remembered.forget()
-
-
-def ignored(pattern: str, N: int = N) -> torch.Tensor:
-    row_N = torch.arange(N)
-    return {
-        "none": row_N < 0,
-        "all": row_N >= 0,
-        "all but one": row_N != 2 * N // 3,
-        "one": row_N == N // 2,
-        "prefixes": row_N % 25 < 18,
-        "suffix": row_N >= N // 3,
-        "random": torch.rand(N, generator=torch.Generator().manual_seed(1)) < 0.8,
-    }[pattern]
-
-
-def with_ignored(inputs, pattern: str, ignore_index: int = -100):
-    ignored_N = ignored(pattern, inputs.target.numel()).to(inputs.target.device)
-    target = torch.randint(inputs.linear_weight.shape[0], inputs.target.shape, device=inputs.target.device)
-    return replace(inputs, target=target.masked_fill(ignored_N.view(target.shape), ignore_index))
-
-
-def inputs_for(device: str, pattern: str, tokens: int = N, **more):
-    inputs = make_inputs(tokens, 24, V, device=device, **{"dtype": dtype_on(device), **more})
-    return with_ignored(inputs, pattern)
 
 
 # The order of rows.
@@ -159,14 +126,6 @@ def test_ways_and_chunks(device, monkeypatch, kind, reduction, pattern):
     for name, part in found.items():
         torch.testing.assert_close(part, expected[name], rtol=2**-7, atol=1e-3, equal_nan=True, msg=name)
     assert not found["input"][ignored(pattern, tokens).to(device)].any()
-
-
-OPTIONS = [
-    {"label_smoothing": 0.1},
-    {"softcap": 3.0},
-    {"z_loss": 0.02, "label_smoothing": 0.3, "logit_scale": -1.3},
-    {"z_loss": 0.02, "softcap": 5.0, "logit_scale": 1.7},
-]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -272,103 +231,3 @@ def test_bits_of_other_rows(device, monkeypatch, splits):
         assert not found["loss"][~kept].any()
         assert not found["input"][~kept].any()
     assert bool(divided) == splits
-
-
-@pytest.mark.extended
-def test_class_blocks_take_all_rows(device):
-    inputs = inputs_for(device, "prefixes", dtype=torch.bfloat16)
-
-    def by_class(plan):
-        return plan.weight_gradient == "class_blocks"
-
-    workspace = workspace_for(inputs, by_class, backend="triton")
-    assert not planned(inputs, workspace, backend="triton").skips_ignored
-    run(inputs, workspace=workspace, factor=2.0 if device == "cuda" else 4.0)
-
-
-@pytest.mark.parametrize("case", ["no gradients", "more features than classes"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_calls_that_take_all_rows(device, case, reduction):
-    """They count no memory for the gathered rows."""
-    inputs = inputs_for(device, "prefixes", dtype=torch.bfloat16)
-    if case == "no gradients":
-        inputs.linear_weight.requires_grad_(False)
-        inputs.input.requires_grad_(False)
-    else:
-        inputs = make_inputs(N, 8 * V, V, device=device, dtype=torch.bfloat16)
-    options = {"backend": "triton", "reduction": reduction}
-    assert not planned(inputs, None, **options).skips_ignored
-    assert torch.isfinite(fused(inputs, **options)).all()
-
-
-@pytest.mark.parametrize("pattern", all_extended_but(["all", "prefixes"], PATTERNS))
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("options", all_extended_but([{}], [{}, *OPTIONS]), ids=str)
-def test_frozen_weight(device, options, at_once, reduction, pattern):
-    """Rows are gathered in dX's memory by one chunk, and by several in memory that is counted."""
-    inputs = inputs_for(device, pattern)
-    inputs.linear_weight.requires_grad_(False)
-    workspace, planning = None, {"backend": "triton", "reduction": reduction}
-    if not at_once:
-        workspace = workspace_for(inputs, lambda plan: N // 4 <= plan.rows < N // 2, **planning)
-    plan = planned(inputs, workspace, **planning)
-    assert plan.skips_ignored
-    assert (plan.rows >= N) == at_once
-    upstream = torch.randn(N, device=device) if reduction == "none" else -0.5
-    run(inputs, reduction=reduction, upstream=upstream, workspace=workspace, **options)
-
-
-def test_frozen_weight_skips_more_seldom(monkeypatch):
-    """dX is then half of the call, so what its GEMM loses where rows are skipped weighs more."""
-    monkeypatch.undo()
-    monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
-    shape = (2048, 1024, 50304)
-    trained, frozen = (
-        planned_on_hopper(monkeypatch, *shape, torch.bfloat16, None, wanted=wanted)[0]
-        for wanted in ((True, True), (True, False))
-    )
-    assert (trained.skips_ignored, frozen.skips_ignored) == (True, False)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_no_synchronisation_and_graphs(reduction):
-    inputs = with_ignored(make_inputs(2048, 64, 8200, device="cuda", dtype=torch.bfloat16), "prefixes")
-    leaves = tuple(inputs.leaves().values())
-
-    def step():
-        loss = fused(inputs, reduction=reduction)
-        return loss.detach(), *torch.autograd.grad(loss.sum(), leaves)
-
-    step()
-    with no_synchronisation("cuda"):
-        step()
-    graph, found = captured(step)
-    for pattern in ("none", "random", "all but one"):
-        inputs.target.copy_(with_ignored(inputs, pattern).target)
-        graph.replay()
-        assert all(map(torch.equal, found, step()))
-
-
-def test_which_calls_skip(monkeypatch):
-    """Those that take at most a tenth longer if no row is ignored."""
-    monkeypatch.undo()
-    monkeypatch.setattr(backend, "pipelines_on", lambda device: True)
-    skips = [
-        planned_on_hopper(monkeypatch, *shape, torch.bfloat16, workspace)[0].skips_ignored
-        for shape, workspace in (
-            ((16384, 4096, 128256), 1 << 30),
-            ((16384, 4096, 131072), 1 << 26),  # class blocks
-            ((4096, 4096, 128256), 1 << 31),
-            ((2048, 4096, 128256), None),  # its parts take more than the small product of the default
-            ((4096, 2304, 256000), 1 << 32),  # 288 tiles of dX: the last 36 are divided
-            ((1024, 4096, 128256), 1 << 30),
-            ((32768, 768, 50264), 1 << 30),
-            ((32768, 768, 50264), 1 << 28),
-            ((4096, 768, 50264), 1 << 30),  # 96 tiles of dX, all of them divided
-            ((16384, 1024, 151936), 1 << 28),  # 16 tiles of dX in a chunk, for 132 multiprocessors
-        )
-    ]
-    assert skips == [True, False, True, True, True, False, True, True, True, True]
