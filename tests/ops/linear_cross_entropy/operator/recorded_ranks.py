@@ -17,7 +17,7 @@ from torch import Tensor
 import lowtide
 from lowtide.core.recording import recorded, steps
 from lowtide.ops.linear_cross_entropy.engines import row_loss, row_loss_triton
-from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import running_on
+from tests.ops.linear_cross_entropy.ranks.running import running_on
 from tests.support.ranks import DEVICE
 
 N, D, V = 24, 16, 304

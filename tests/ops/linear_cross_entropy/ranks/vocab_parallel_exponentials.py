@@ -20,7 +20,7 @@ from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import FEWEST_CLASSES_PER_TOKEN
 from tests.ops.linear_cross_entropy.ranks.counted_collectives import counted
 from tests.ops.linear_cross_entropy.ranks.place import Place
-from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import running_on
+from tests.ops.linear_cross_entropy.ranks.running import running_on
 from tests.support.ranks import DEVICE
 from tests.support.rehearsals import in_rehearsal
 

@@ -5,33 +5,28 @@ failed, and how many ran.
 Shapes: N tokens, D features, V classes of all ranks.
 """
 
-import contextlib
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, product
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import lowtide
-from lowtide.ops.linear_cross_entropy.operator import ops
 from lowtide.ops.linear_cross_entropy.planning import requirements
-from lowtide.ops.linear_cross_entropy.planning.remembered import forget
+from tests.ops.linear_cross_entropy.ranks.running import engines_counted, running_on
 from tests.support.budgets import Inputs
 from tests.support.exchange import of_all_ranks
 from tests.support.half_products import half_products
 from tests.support.loss import check, check_log_probs, make_inputs, rows_for
 from tests.support.ranks import DEVICE, generator, mesh_of
 
-FEWEST, CLASSES = 13, 23
-N, D, V = FEWEST, 5, CLASSES
+FEWEST, FEATURES, CLASSES = 13, 5, 23
+N, D, V = FEWEST, FEATURES, CLASSES
 REAL = (4096, 512, 39_987)  # N, D and V for the engine of a card, which auto chooses for them
 REAL_ROOM = (None, 1 << 26, 1 << 25)  # one chunk; several, with a packed sum; class by class
 # On CUDA a plan counts so much more than on the CPU, for the way in which CUDA allocates.
@@ -320,50 +315,12 @@ def possible(layout: str, target: str, way: str, name: str) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def engines_counted() -> Iterator[Counter[str]]:
-    """Yields how often each engine ran, in calls that no recording of earlier ones runs."""
-    engines: Counter[str] = Counter()
-    forget()
-    make = ops._engine
-
-    def counted(plan: Any, *operands: Any) -> Any:
-        engines[plan.engine] += 1
-        return make(plan, *operands)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "_engine", counted)
-        yield engines
-
-
-@contextlib.contextmanager
-def running_on(engine: str) -> Iterator[Counter[str]]:
-    """Let an engine without logits run each call that it can; that of a Hopper card on the CPU,
-    too, in Triton's interpreter.
-
-    Yields how often each engine ran.
-    """
-    with pytest.MonkeyPatch.context() as patch, engines_counted() as engines:
-        if engine == "cpu_exponentials":
-            patch.setattr(requirements, "FEWEST_WEIGHTS", 0)
-        else:
-            from tests.ops.linear_cross_entropy.on_exponentials import put_everywhere  # imports Triton
-
-            if DEVICE == "cpu":
-                from tests.support.interpreter import leave_out_what_has_no_effect
-
-                leave_out_what_has_no_effect()
-            put_everywhere(DEVICE, patch)
-            patch.setattr(sys.modules[__name__], "D", 8)  # tensor maps need rows of 16 bytes
-        yield engines
-
-
-def matrix(kind: str, ran: Counter[str], **options: Any) -> dict[str, Any]:
+def matrix(kind: str, ran: Counter[str], features: int = FEATURES, **options: Any) -> dict[str, Any]:
     global N, D, V
     real = kind.startswith("real ")
     dtype = getattr(torch, kind.split()[1])
     halves = DEVICE == "cuda" or requirements.FEWEST_WEIGHTS == 0  # products of half precision
-    N, D, V = REAL if real else (rows_for("cuda" if halves else DEVICE, dtype, FEWEST), D, CLASSES)
+    N, D, V = REAL if real else (rows_for("cuda" if halves else DEVICE, dtype, FEWEST), features, CLASSES)
     workspaces = REAL_ROOM if real else (None, few_rows())
     failed, every = [], cases(kind)
     for number, (case, dtype, *rest) in enumerate(every):
@@ -379,6 +336,8 @@ def run(kind: str, rank: int) -> dict[str, Any]:
     if not engines:
         with engines_counted() as ran:
             return {**matrix(kind, ran), "engines": ran}
+    options = {}
+    if engines == ["exponentials"]:
+        options = {"backend": "triton", "features": 8}  # tensor maps need rows of 16 bytes
     with running_on(*engines) as ran:
-        backend = "triton" if engines == ["exponentials"] else "auto"
-        return {**matrix(kind, ran, backend=backend), "engines": ran}
+        return {**matrix(kind, ran, **options), "engines": ran}
