@@ -63,12 +63,12 @@ RECORDED = {
 }
 
 
-def _of_loss(plan: Any, head: Any, *_: Any) -> str:
+def _of_loss(plan: Any, call: Any) -> str:
     bits = f" {plan.sum_bits}" if plan.weight_gradient == "packed" and plan.backend == "triton" else ""
     way = RECORDED.get(plan.weight_gradient, plan.weight_gradient)
     way = f", {way}{bits}" if plan.needs_grad.weights[0] else ""
     engine = RECORDED.get(plan.engine, plan.engine)
-    return f"loss: {engine}{way}{', several chunks' if plan.rows < head.tokens else ''}"
+    return f"loss: {engine}{way}{', several chunks' if plan.rows < call.head.tokens else ''}"
 
 
 def _of_distillation(plan: Any, *_: Any) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 import lowtide
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, with_graph_facts
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from tests.support.budgets import (
     HALVES,
@@ -281,7 +281,7 @@ def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, *
     )
     dtype = options.pop("compute_dtype", inputs.input.dtype)
     given = Options(workspace=workspace, compute_dtype=dtype, **options)
-    return make_plan(head, with_graph_facts(head, given, call_kind), call_kind)
+    return make_plan(with_graph_facts(Call(head, given, call_kind)))
 
 
 def workspace_for(inputs: Inputs, accept: Callable[[Plan], bool], **options: Any) -> int:

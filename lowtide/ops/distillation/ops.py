@@ -32,7 +32,7 @@ from lowtide.core.operator import operator, schema_of
 from lowtide.ops.distillation.engine import DistillationEngine
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import DistillationPlan, keeps_sum, make_plan, rows_for
-from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains
+from lowtide.ops.linear_cross_entropy.engines.gradients import unwritten
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from lowtide.ops.linear_cross_entropy.ranks.agreement import OwnCall, agree
 
@@ -118,18 +118,15 @@ def _parsed(arguments: Sequence[Any]) -> tuple[Heads, list[bool], DistillationOp
 @register_fake("lowtide::distillation")
 def _(*arguments: Any) -> list[Tensor]:
     heads, needs_grad, options = _parsed(arguments)
-    shape = heads.leading if options.reduction == "none" else ()
-    outputs = [heads.student_input.new_empty(shape, dtype=options.sum_dtype)]
+    of_loss = heads.leading if options.reduction == "none" else ()
+    outputs = [heads.student_input.new_empty(of_loss, dtype=options.sum_dtype)]
     if _returns_number(options):
         return [*outputs, torch.empty(1, dtype=torch.long, device="cpu")]
     for place, (like, grad) in enumerate(zip(heads.student, needs_grad)):
         if grad and like is not None:
-            rounded = place == 0 or (place == 1 and not keeps_sum(heads, options, needs_grad))
-            kept = (heads.rows, like.shape[-1]) if place == 0 else like.shape
-            tensor = like.new_empty(kept, dtype=like.dtype if rounded else options.sum_dtype)
-            remains = factor_remains(like.dtype, tensor.dtype, options.sum_dtype)
-            factor = like.new_empty((), dtype=options.sum_dtype) if remains else tensor.new_empty(0)
-            outputs += [tensor, factor]
+            summed = place == 2 or (place == 1 and keeps_sum(heads, options, needs_grad))
+            shape = (heads.rows, like.shape[-1]) if place == 0 else like.shape
+            outputs += unwritten(like, shape, sum_dtype=options.sum_dtype, summed=summed)
     return outputs
 
 

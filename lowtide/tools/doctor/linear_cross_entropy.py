@@ -99,9 +99,9 @@ class AskedLossCall:
 
     def plan(self) -> Plan:
         """Return the plan; raise any error that the call itself would raise."""
-        head, options, call_kind, _ = self._given()
+        call = self._given()
         with FakeTensorMode(), torch.no_grad():
-            return make_plan(head, with_graph_facts(head, options, call_kind), call_kind)
+            return make_plan(with_graph_facts(call))
 
     def _check(self) -> None:
         """Raise an ArgumentError for options that no call can have together, or not here."""
@@ -231,10 +231,9 @@ class AskedLossCall:
         Return None where no model covers the call. `ignored` is the share of ignored rows. The
         prediction assumes that the host keeps ahead of the card.
         """
-        head, options, call_kind, _ = self._given()
+        call = self._given()
         with FakeTensorMode(), torch.no_grad():
-            options = with_graph_facts(head, options, call_kind)
-            seconds = predicted_seconds(head, options, call_kind, ignored)
+            seconds = predicted_seconds(with_graph_facts(call), ignored)
         if seconds is None:
             return None
         return seconds, seconds / three_gemms_seconds(self.N, padded(self.D), padded(self.V))

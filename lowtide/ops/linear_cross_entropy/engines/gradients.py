@@ -142,14 +142,13 @@ def _waits(dtype: torch.dtype, kept: torch.dtype, sum_dtype: torch.dtype, *, by_
     return kept == sum_dtype and not (by_row and dtype == sum_dtype)
 
 
-def factor_remains(
-    dtype: torch.dtype, kept: torch.dtype, sum_dtype: torch.dtype, *, by_row: bool = False
-) -> bool:
-    """Return True if `allocate_one` leaves a factor for backward.
-
-    `dtype` is that of the tensor, and `kept` that in which its gradient is kept.
-    """
-    return dtype == torch.float16 or _waits(dtype, kept, sum_dtype, by_row=by_row)
+def unwritten(
+    like: Tensor, shape: Sequence[int], *, sum_dtype: torch.dtype, summed: bool, by_row: bool = False
+) -> list[Tensor]:
+    """Return an operator's outputs for what `allocate_one` allocates, without their numbers."""
+    tensor = like.new_empty(shape, dtype=sum_dtype if summed else like.dtype)
+    remains = like.dtype == torch.float16 or _waits(like.dtype, tensor.dtype, sum_dtype, by_row=by_row)
+    return [tensor, like.new_empty((), dtype=sum_dtype) if remains else tensor.new_empty(0)]
 
 
 def keeps_input_sum(input: Tensor, options: Options) -> bool:

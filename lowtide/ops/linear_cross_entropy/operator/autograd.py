@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.core import operator
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, scatter_gradients
 from lowtide.core.errors import ArgumentError
-from lowtide.core.operator import call, derivative
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import higher_order, ops
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of, parsed
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_of, parsed
 from lowtide.ops.linear_cross_entropy.operator.planner import with_graph_facts
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind, backend_of
+from lowtide.ops.linear_cross_entropy.planning.call import Call, backend_of
 from lowtide.ops.linear_cross_entropy.ranks import messages
 
 
@@ -83,19 +83,20 @@ def linear_log_probs(head: Head, target: Tensor, options: Options) -> list[Tenso
 
 
 def _run(pair: OperatorPair, head: Head, labels: Labels, options: Options) -> list[Tensor]:
-    call_kind, options = kind_and_options(head, labels, options, log_probs=pair is LOG_PROBS)
-    arguments = *head, *labels[: pair.labels], call_kind.needs_grad.all, *options
-    return call(pair.forward, *arguments)[: pair.results]
+    call = call_now(head, labels, options, log_probs=pair is LOG_PROBS)
+    return operator.call(pair.forward, *_operands(pair, call, labels))[: pair.results]
 
 
-def kind_and_options(
-    head: Head, labels: Labels, options: Options, *, log_probs: bool
-) -> tuple[CallKind, Options]:
-    """Return which gradients a call needs now, and its options with the engine that runs it."""
+def call_now(head: Head, labels: Labels, options: Options, *, log_probs: bool) -> Call:
+    """Return a call with the gradients that it needs now, and the engine that runs it."""
     tracked = torch.is_grad_enabled()
     needs_grad = tuple(tracked and each is not None and each.requires_grad for each in head.tensors)
-    call_kind = call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=log_probs)
-    return call_kind, with_graph_facts(head, options, call_kind)
+    return with_graph_facts(call_of(head, labels, needs_grad, options, log_probs=log_probs))
+
+
+def _operands(pair: OperatorPair, call: Call, labels: Labels) -> tuple[Any, ...]:
+    """Return the arguments of the pair's operators, from the head on."""
+    return *call.head, *labels[: pair.labels], call.needs_grad.all, *call.options
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -111,42 +112,35 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
 
 def _gradients(ctx: Any, grad_output: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     _refuse_others(ctx)
-    head, labels, rest = _saved(ctx)
-    call = ctx.pair, head, labels, ctx.options, ctx.needs_grad
+    call, labels, rest = _saved(ctx)
     if is_differentiated(*grad_output):
-        return differentiated(*call, grad_output)
+        return differentiated(ctx.pair, call, labels, grad_output)
     if is_by_row(ctx.pair, ctx.options):
-        return by_operator(*call, rest, grad_output)
+        return by_operator(ctx.pair, call, labels, rest, grad_output)
     backend = backend_of(ctx.options.engine)
-    return finish_gradients(rest, grad_output[0], head.tensors, ctx.needs_grad, backend)
+    return finish_gradients(rest, grad_output[0], call.head.tensors, ctx.needs_grad, backend)
 
 
 def differentiated(
-    pair: OperatorPair,
-    head: Head,
-    labels: Labels,
-    options: Options,
-    needs_grad: tuple[bool, ...],
-    grad_output: Sequence[Tensor | None],
+    pair: OperatorPair, call: Call, labels: Labels, grad_output: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of the head's tensors that can be differentiated again."""
+    head, options = call.head, call.options
     refuse_sharded(options)
-    results = lambda own: pair.define(head.of(own), labels, options)  # noqa: E731
-    return differentiable_gradients(results, head.tensors, needs_grad, grad_output)
+    results = lambda tensors: pair.define(head.of(tensors), labels, options)  # noqa: E731
+    return differentiable_gradients(results, head.tensors, call.needs_grad.all, grad_output)
 
 
 def by_operator(
     pair: OperatorPair,
-    head: Head,
+    call: Call,
     labels: Labels,
-    options: Options,
-    needs_grad: tuple[bool, ...],
     statistics: Sequence[Tensor],
     grad_output: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the head's tensors by the operator, from each row's statistics."""
-    arguments = *head, *labels[: pair.labels], needs_grad, *options
-    return scatter_gradients(call(pair.backward, *grad_output, statistics, *arguments), needs_grad)
+    found = operator.call(pair.backward, *grad_output, statistics, *_operands(pair, call, labels))
+    return scatter_gradients(found, call.needs_grad.all)
 
 
 # Convert between the schema's arguments and Head and Options, and place each gradient.
@@ -154,20 +148,22 @@ def by_operator(
 
 def _save(pair: OperatorPair, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     """Save the call for backward."""
-    head, labels, ctx.needs_grad, ctx.options = parsed(inputs, log_probs=pair is LOG_PROBS)
-    ctx.pair, ctx.terms = pair, len(head.inputs)
+    call, labels = parsed(inputs, log_probs=pair is LOG_PROBS)
+    ctx.pair, ctx.options, ctx.call_kind = pair, call.options, call.call_kind
+    ctx.needs_grad, ctx.terms = call.needs_grad.all, len(call.head.inputs)
     ctx.set_materialize_grads(False)
     if any(ctx.needs_grad):
-        ctx.save_for_backward(*head.tensors, *labels[: pair.labels], *output[pair.results :])
+        ctx.save_for_backward(*call.head.tensors, *labels[: pair.labels], *output[pair.results :])
 
 
-def _saved(ctx: Any) -> tuple[Head, Labels, list[Tensor]]:
-    """Return the head, its labels, and the tensors that forward kept."""
+def _saved(ctx: Any) -> tuple[Call, Labels, list[Tensor]]:
+    """Return the call, its labels, and the tensors that forward kept."""
     terms, count, saved = ctx.terms, len(ctx.needs_grad), ctx.saved_tensors  # each read unpacks
     tensors, rest, labels = saved[:count], saved[count:], ctx.pair.labels
     head = Head(tensors[:terms], tensors[terms : 2 * terms], *tensors[2 * terms :])
     # The kept tensors are outputs; undetached they would lead back to this node.
-    return head, Labels(*rest[:labels]), [each.detach() for each in rest[labels:]]
+    call = Call(head, ctx.options, ctx.call_kind)
+    return call, Labels(*rest[:labels]), [each.detach() for each in rest[labels:]]
 
 
 def _arguments(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
@@ -199,4 +195,4 @@ def _refuse_others(ctx: Any) -> None:
 
 
 for _pair in (LOSS, LOG_PROBS):
-    derivative(_pair.forward, _backward, setup_context=functools.partial(_save, _pair))
+    operator.derivative(_pair.forward, _backward, setup_context=functools.partial(_save, _pair))

@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_map_only
 
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
-from lowtide.ops.linear_cross_entropy.engines.gradients import factor_remains, keeps_input_sum
+from lowtide.ops.linear_cross_entropy.engines.gradients import keeps_input_sum, unwritten
 from lowtide.ops.linear_cross_entropy.engines.saved_stats import saves_target_logit, with_engine
-from lowtide.ops.linear_cross_entropy.operator.arguments import ParsedCall, call_kind_of, parsed
+from lowtide.ops.linear_cross_entropy.operator.arguments import parsed, parts_of
 from lowtide.ops.linear_cross_entropy.operator.planner import peak_bytes, weight_gradient_of, with_graph_facts
-from lowtide.ops.linear_cross_entropy.operator.positions import kept_dtype, widened
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind
+from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
+from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import position_bytes
 
 
@@ -41,37 +41,29 @@ def _statistics(head: Head, options: Options, count: int) -> list[Tensor]:
 
 @register_fake("lowtide::linear_cross_entropy")
 def _(*arguments: Any) -> list[Tensor]:
-    head, labels, needs_grad, options = parsed(arguments)
-    call_kind = call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=False)
+    call, _ = parsed(arguments)
+    head, options, needs_grad, sum_dtype = call.head, call.options, call.needs_grad, call.options.sum_dtype
     if options.reduction == "none":
         # The loss; then each row's maximum and sum, and for probabilities their mass.
-        return [_vector(head, options), *_statistics(head, options, 2 + call_kind.probabilities)]
-    number = head.inputs[0].new_empty((), dtype=options.sum_dtype)
-    waiting, terms, sum_dtype = [], len(head.inputs), options.sum_dtype
-    way = None
-    if any(call_kind.needs_grad.weights) and not head.by_position:
-        way = weight_gradient_of(head, options, call_kind)
-    for place, (like, grad) in enumerate(zip(head.tensors, needs_grad)):
+        return [_vector(head, options), *_statistics(head, options, 2 + call.call_kind.probabilities)]
+    outputs, terms = [head.inputs[0].new_empty((), dtype=sum_dtype)], len(head.inputs)
+    if head.by_position:
+        return outputs + PositionGradients(head, needs_grad, sum_dtype).gradients.outputs
+    way = weight_gradient_of(call) if any(needs_grad.weights) else None
+    for place, (like, grad) in enumerate(zip(head.tensors, needs_grad.all)):
         if like is None or not grad:
             continue
-        shape = (head.tokens, like.shape[-1]) if place < terms else like.shape
-        if head.by_position:
-            dtype, remains = kept_dtype(place, like.dtype, sum_dtype), False
-        else:
-            rounded = place < terms and not keeps_input_sum(like, options)
-            rounded = rounded or (place == terms and way != "accumulate")
-            dtype = like.dtype if rounded else sum_dtype
-            by_row = options.engine == "exponentials" and place < 2 * terms
-            by_row = by_row and (place < terms or way != "class_blocks")
-            remains = factor_remains(like.dtype, dtype, sum_dtype, by_row=by_row)
-        tensor = like.new_empty(shape, dtype=dtype)
-        waiting += [tensor, torch.empty_like(number) if remains else tensor.new_empty(0)]
-    return [number, *waiting]
+        of_input, of_term = place < terms, place < 2 * terms
+        summed = keeps_input_sum(like, options) if of_input else place != terms or way == "accumulate"
+        by_row = options.engine == "exponentials" and of_term and (of_input or way != "class_blocks")
+        shape = (head.tokens, like.shape[-1]) if of_input else like.shape
+        outputs += unwritten(like, shape, sum_dtype=sum_dtype, summed=summed, by_row=by_row)
+    return outputs
 
 
 @register_fake("lowtide::linear_log_probs")
 def _(*arguments: Any) -> list[Tensor]:
-    head, _, _, options = parsed(arguments, log_probs=True)
+    head, _, _, options = parts_of(arguments, log_probs=True)
     argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
     # log_prob, entropy, logsumexp; argmax; then each row's maximum, sum and mean.
     return [
@@ -90,20 +82,22 @@ _HEAD = {
 }
 
 
-def _parsed(operator: str, arguments: Sequence[Any]) -> ParsedCall:
-    return parsed(arguments[_HEAD[operator] :], log_probs="log_probs" in operator)
+def _call_of(operator: str, arguments: Sequence[Any]) -> Call:
+    return parsed(arguments[_HEAD[operator] :], log_probs="log_probs" in operator)[0]
 
 
 def _fake_gradients(operator: str, *arguments: Any) -> list[Tensor]:
-    head, _, needs_grad, _ = _parsed(operator, arguments)
-    tensors = zip(head.tensors, needs_grad)
+    call = _call_of(operator, arguments)
+    tensors = zip(call.head.tensors, call.needs_grad.all)
     return [like.new_empty(like.shape) for like, grad in tensors if grad and like is not None]
 
 
 def _flops(operator: str, *arguments: Any, **_out: Any) -> int:
     """Count the FLOPs of the logits, and of the gradients of inputs and weights that are formed."""
-    (inputs, weights, *_), _, needs_grad, options = _parsed(operator, arguments)
-    forms = operator.endswith("_backward") or not ("log_probs" in operator or options.reduction == "none")
+    log_probs = "log_probs" in operator
+    parts = parts_of(arguments[_HEAD[operator] :], log_probs=log_probs)
+    (inputs, weights, *_), _, needs_grad, options = parts
+    forms = operator.endswith("_backward") or not (log_probs or options.reduction == "none")
     terms, total = len(inputs), 0
     for k, (input, weight) in enumerate(zip(inputs, weights)):  # shapes in the place of tensors
         formed = needs_grad[k] + needs_grad[terms + k] if forms else 0
@@ -135,12 +129,12 @@ def moved_call(
 
 def workspace_of(operator: str, arguments: Sequence[Any]) -> int:
     """Return the bytes that a call holds beyond its arguments and results."""
-    head, options, call_kind = _call_of(operator, arguments)
-    if not head.by_position:
-        return peak_bytes(head, options, call_kind)
-    wide = widened(head, call_kind.needs_grad.all, options.sum_dtype)
-    beside = position_bytes(head, call_kind.needs_grad.all, options.sum_dtype)
-    return beside + max(peak_bytes(part, options, call_kind) for part in wide.at_positions())
+    call = _call_of(operator, arguments)
+    if not call.head.by_position:
+        return peak_bytes(call)
+    of_all = call.head, call.needs_grad.all, call.options.sum_dtype
+    parts = widened(*of_all).at_positions()
+    return position_bytes(*of_all) + max(peak_bytes(call._replace(head=part)) for part in parts)
 
 
 def with_new_graph_facts(operator: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -149,11 +143,5 @@ def with_new_graph_facts(operator: str, arguments: Sequence[Any]) -> tuple[Any, 
     The facts among the arguments may have been chosen for tensors on another device. The workspace
     that the caller asked for is kept.
     """
-    head, options, call_kind = _call_of(operator, arguments)
-    return (*arguments[: -len(options)], *with_graph_facts(head, options, call_kind))
-
-
-def _call_of(operator: str, arguments: Sequence[Any]) -> tuple[Head, Options, CallKind]:
-    head, (target, weight, *_), needs_grad, options = _parsed(operator, arguments)
-    log_probs = "log_probs" in operator
-    return head, options, call_kind_of(head, target, weight, needs_grad, log_probs=log_probs)
+    call = _call_of(operator, arguments)
+    return (*arguments[: -len(call.options)], *with_graph_facts(call).options)

@@ -45,14 +45,12 @@ from lowtide.ops.linear_cross_entropy.operator.arguments import (
     HEAD,
     LABELS,
     OPTIONS,
-    ParsedCall,
-    call_kind_of,
     parsed,
 )
 from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call, upstream_of
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
-from lowtide.ops.linear_cross_entropy.planning.call import backend_of
+from lowtide.ops.linear_cross_entropy.planning.call import Call, backend_of
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from lowtide.ops.linear_cross_entropy.ranks.agreement import agree
@@ -66,26 +64,27 @@ def _operator(name: str, arguments: str) -> Any:
 
 @_operator("linear_cross_entropy", f"{HEAD}, {LABELS}")
 def linear_cross_entropy(*arguments: Any) -> list[Tensor]:
-    parts = parsed(arguments)
-    head, *_, options = parts
+    call, labels = parsed(arguments)
+    head, options = call.head, call.options
     if head.by_position and options.sharded:  # each position's plan is agreed on by all ranks
-        return _of_positions(*parts)
+        return _of_positions(call, labels)
     if head.by_position:
-        return _compiled_side_by_side(options, _of_positions, *parts, rehearsal=_of_positions_and_finish)
-    call = _planned(*parts)
-    return _by_row(call) if options.reduction == "none" else _run(_loss_and_outputs, call)
+        rehearsal = _of_positions_and_finish
+        return _compiled_side_by_side(options, _of_positions, call, labels, rehearsal=rehearsal)
+    planned = _planned(call, labels)
+    return _by_row(planned) if options.reduction == "none" else _run(_loss_and_outputs, planned)
 
 
 @_operator("linear_cross_entropy_backward", f"Tensor? grad_output, Tensor[] statistics, {HEAD}, {LABELS}")
 def linear_cross_entropy_backward(
     grad_output: Tensor | None, statistics: Sequence[Tensor], *arguments: Any
 ) -> list[Tensor]:
-    return _gradients_by_row(parsed(arguments), statistics, [grad_output])
+    return _gradients_by_row(*parsed(arguments), statistics, [grad_output])
 
 
 @_operator("linear_log_probs", f"{HEAD}, Tensor target")
 def linear_log_probs(*arguments: Any) -> list[Tensor]:
-    return _by_row(_planned(*parsed(arguments, log_probs=True), log_probs=True))
+    return _by_row(_planned(*parsed(arguments, log_probs=True)))
 
 
 @_operator(
@@ -101,22 +100,18 @@ def linear_log_probs_backward(
     *arguments: Any,
 ) -> list[Tensor]:
     grad_output = [grad_log_prob, grad_entropy, grad_logsumexp]
-    return _gradients_by_row(parsed(arguments, log_probs=True), statistics, grad_output, log_probs=True)
+    return _gradients_by_row(*parsed(arguments, log_probs=True), statistics, grad_output)
 
 
-def _by_row(call: PlannedCall) -> list[Tensor]:
-    return with_number(_run(results_by_row, call), call[0].agreement)
+def _by_row(planned: PlannedCall) -> list[Tensor]:
+    return with_number(_run(results_by_row, planned), planned[0].agreement)
 
 
 def _gradients_by_row(
-    parts: ParsedCall,
-    statistics: Sequence[Tensor],
-    grad_output: list[Tensor | None],
-    *,
-    log_probs: bool = False,
+    call: Call, labels: Labels, statistics: Sequence[Tensor], grad_output: list[Tensor | None]
 ) -> list[Tensor]:
-    call = _planned(*parts, log_probs=log_probs, statistics=statistics, upstream=upstream_of(grad_output))
-    return _run(gradients_by_row, call, without_number(statistics, call[0].agreement), grad_output)
+    planned = _planned(call, labels, statistics=statistics, upstream=upstream_of(grad_output))
+    return _run(gradients_by_row, planned, without_number(statistics, planned[0].agreement), grad_output)
 
 
 # Compute a call whose plan is made. The results of rows are losses, or else log_prob, entropy,
@@ -184,12 +179,12 @@ def _loss_and_outputs(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
 # Plan a call, run it, choose the engine's class, add up positions.
 
 
-def _run(compute: Callable[..., list[Tensor]], call: PlannedCall, *arguments: Any) -> list[Tensor]:
+def _run(compute: Callable[..., list[Tensor]], planned: PlannedCall, *arguments: Any) -> list[Tensor]:
     """Compute a planned call."""
-    plan, head, _ = call
+    plan, head, _ = planned
     with on_device_of(head.inputs[0]):
         return _compiled_side_by_side(
-            plan.options, compute, *call, *arguments, rehearsal=functools.partial(_compute_both, compute)
+            plan.options, compute, *planned, *arguments, rehearsal=functools.partial(_compute_both, compute)
         )
 
 
@@ -218,16 +213,14 @@ def _compute_both(
         return
     log_probs = plan.call_kind.log_probs
     statistics = outputs[4:] if log_probs else outputs[1:]
-    call = _planned(head, labels, needs_grad.all, plan.options, log_probs=log_probs, statistics=statistics)
+    planned = _planned(plan.call(head), labels, statistics=statistics)
     # Most losses have a gradient of log-probabilities alone.
-    gradients_by_row(*call, statistics, [outputs[0], *[None, None] * log_probs])
+    gradients_by_row(*planned, statistics, [outputs[0], *[None, None] * log_probs])
 
 
-def _of_positions_and_finish(
-    head: Head, labels: Labels, needs_grad: tuple[bool, ...], options: Options
-) -> None:
-    outputs = _of_positions(head, labels, needs_grad, options)
-    _finish(outputs, head, needs_grad, backend_of(options.engine))
+def _of_positions_and_finish(call: Call, labels: Labels) -> None:
+    outputs = _of_positions(call, labels)
+    _finish(outputs, call.head, call.needs_grad.all, backend_of(call.options.engine))
 
 
 def _finish(outputs: Sequence[Tensor], head: Head, needs_grad: Sequence[bool], backend: str) -> None:
@@ -237,21 +230,22 @@ def _finish(outputs: Sequence[Tensor], head: Head, needs_grad: Sequence[bool], b
     finish_eagerly(zip(gradients[::2], gradients[1::2], likes), loss, backend, in_place=True)
 
 
-def _of_positions(head: Head, labels: Labels, needs_grad: tuple[bool, ...], options: Options) -> list[Tensor]:
+def _of_positions(call: Call, labels: Labels) -> list[Tensor]:
     """Compute a sum or mean over positions, and its gradients.
 
     Each position's gradients are formed while its logits are there, as three products.
     """
-    wide, calls = widened(head, needs_grad, options.sum_dtype), []
+    head, calls = call.head, []
+    wide = widened(head, call.needs_grad.all, call.options.sum_dtype)
     for part, part_labels in zip(wide.at_positions(), labels.at_positions()):
-        calls.append(_planned(part, part_labels, needs_grad, options))
+        calls.append(_planned(call._replace(head=part), part_labels))
     plan = calls[0][0]
     with on_device_of(head.inputs[0]):
         denominator, factor = _mean_of_positions(calls, labels)
         gradients = PositionGradients(head, plan.needs_grad, plan.sum_dtype)
         loss = torch.zeros((), dtype=plan.sum_dtype, device=head.device)
-        for position, call in enumerate(calls):
-            of_one, found = loss_and_gradients(*call, factor)
+        for position, planned in enumerate(calls):
+            of_one, found = loss_and_gradients(*planned, factor)
             loss += of_one
             if found is not None:
                 gradients.add(position, found)
@@ -273,12 +267,9 @@ def _mean_of_positions(calls: Sequence[PlannedCall], labels: Labels) -> tuple[Te
 
 
 def _planned(
-    head: Head,
+    call: Call,
     labels: Labels,
-    needs_grad: tuple[bool, ...],
-    options: Options,
     *,
-    log_probs: bool = False,
     statistics: Sequence[Tensor] | None = None,
     upstream: dict[str, bool] | None = None,
 ) -> PlannedCall:
@@ -287,14 +278,12 @@ def _planned(
     `upstream` says which results have an upstream gradient, in the backward of a sharded head.
     """
     if statistics is not None:
-        options = options._replace(engine=engine_of(statistics))
-    call_kind = call_kind_of(head, labels.target, labels.class_weight, needs_grad, log_probs=log_probs)
-    head = readable(head, options, call_kind)
-    plan = make_plan(head, options, call_kind)
+        call = call._replace(options=call.options._replace(engine=engine_of(statistics)))
+    call = readable(call)
+    plan, head, options = make_plan(call), call.head, call.options
     if options.sharded:
         number = call_number(statistics) if statistics is not None and options.group else None
-        rows = functools.partial(rows_for, head, options, call_kind)
-        own = own_call(plan, head, labels, rows, upstream, number)
+        own = own_call(plan, head, labels, functools.partial(rows_for, call), upstream, number)
         plan = plan.agreed(agree(own))
         head, labels, differ_k = compared(plan, head, labels)
         if differ_k is not None:

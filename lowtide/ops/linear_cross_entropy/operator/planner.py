@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head
 from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials import spec as cpu_exponentials
 from lowtide.ops.linear_cross_entropy.engines.exponentials import spec as exponentials
 from lowtide.ops.linear_cross_entropy.engines.logits import spec as logits
 from lowtide.ops.linear_cross_entropy.engines.soft_targets import spec as soft_targets
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
-from lowtide.ops.linear_cross_entropy.planning.call import CPU_UNITS, Call, CallKind
+from lowtide.ops.linear_cross_entropy.planning.call import CPU_UNITS, Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace, may_depend_on_tokens
 from lowtide.ops.linear_cross_entropy.planning.division import sizes
 from lowtide.ops.linear_cross_entropy.planning.division.step_time import (
@@ -133,12 +133,13 @@ def _few_tokens_seconds(call: Call) -> float | None:
     return few_tokens_seconds(engine, counts, tiling, chunks)
 
 
-def with_graph_facts(head: Head, options: Options, call_kind: CallKind) -> Options:
-    """Return the options plus the facts that a compiled graph is specialised on."""
-    choice = choose_engine(Call(head, options, call_kind))
-    return options._replace(  # decision 0014
+def with_graph_facts(call: Call) -> Call:
+    """Return the call, whose options have the facts that a compiled graph is specialised on."""
+    choice = choose_engine(call)
+    options = call.options._replace(  # decision 0014
         few_tokens=choice.few_tokens, engine=choice.engine, dense=choice.dense
     )
+    return Call(call.head, options, call.call_kind)
 
 
 def few_tokens(head: Head, engine: str) -> bool:
@@ -151,9 +152,9 @@ def few_tokens(head: Head, engine: str) -> bool:
     return engine in CPU_UNITS or head.tokens * FEWEST_CLASSES_PER_TOKEN <= head.classes
 
 
-def readable(head: Head, options: Options, call_kind: CallKind) -> Head:
+def readable(call: Call) -> Call:
     """Copy each operand whose layout the engine cannot read; raise if it cannot run here."""
-    return with_copies(head, unreadable_operands(head, options, call_kind))
+    return call._replace(head=with_copies(call.head, unreadable_operands(call)))
 
 
 def with_copies(head: Head, copied: tuple[bool, ...]) -> Head:
@@ -167,25 +168,16 @@ def with_copies(head: Head, copied: tuple[bool, ...]) -> Head:
     return head.of([*operands, head.bias, head.scale])
 
 
-def unreadable_operands(head: Head, options: Options, call_kind: CallKind) -> tuple[bool, ...]:
-    """Return for each input, then each weight, True if the engine cannot read it."""
-    return _copied(Call(head, options, call_kind))
-
-
 @remembered
-def _copied(call: Call) -> tuple[bool, ...]:
+def unreadable_operands(call: Call) -> tuple[bool, ...]:
     """Return for each input, then each weight, True if the engine cannot read it."""
     check_engine(call.options, call.head.device)
     return unreadable(call.head, call.options)
 
 
-def make_plan(head: Head, options: Options, call_kind: CallKind) -> Plan:
-    """Return the plan of a call whose engine is chosen."""
-    return _plan_of(Call(head, options, call_kind))
-
-
 @remembered
-def _plan_of(call: Call) -> Plan:
+def make_plan(call: Call) -> Plan:
+    """Return the plan of a call whose engine is chosen."""
     access, workspace, counts = _memory(call)
     tiling = sizes.choose_sizes(workspace, counts)
     return Plan(
@@ -199,48 +191,46 @@ def _plan_of(call: Call) -> Plan:
     )
 
 
-def rows_for(head: Head, options: Options, call_kind: CallKind, rank_tokens: int) -> int:
+def rows_for(call: Call, rank_tokens: int) -> int:
     """Return the rows per chunk that this rank would take if each rank had so many tokens."""
-    call = Call(head, options, call_kind, rank_tokens)
-    if options.dense is not None:
-        call = call._replace(options=options._replace(dense=dense_workspace(call)))
+    call = call._replace(rank_tokens=rank_tokens)
+    if call.options.dense is not None:
+        call = call._replace(options=call.options._replace(dense=dense_workspace(call)))
     _, workspace, counts = _memory(call)
     return sizes.choose_sizes(workspace, counts).rows
 
 
-def weight_gradient_of(head: Head, options: Options, call_kind: CallKind) -> WeightGradient:
+def weight_gradient_of(call: Call) -> WeightGradient:
     """Return the way to form the first weight gradient; by "accumulate" it is kept as a sum.
 
     The shapes and dtypes of the operator's outputs depend on nothing else of the plan.
     """
-    _, workspace, counts = _memory(Call(head, options, call_kind))
+    _, workspace, counts = _memory(call)
     return choose_weight_gradient(workspace, counts)
 
 
-def peak_bytes(head: Head, options: Options, call_kind: CallKind) -> int:
+def peak_bytes(call: Call) -> int:
     """Return the bytes that a call takes beyond its arguments and results.
 
     These are part of the workspace and, under autocast on CUDA, the copies of the weights.
     """
-    access, workspace, counts = _memory(Call(head, options, call_kind))
-    cast = [each for each in head.weights if each.is_cuda and each.dtype != access.dtype]
+    access, workspace, counts = _memory(call)
+    cast = [each for each in call.head.weights if each.is_cuda and each.dtype != access.dtype]
     copies = sum(each.numel() * access.dtype.itemsize for each in cast)
     return copies + sizes.tiling_bytes(counts, sizes.choose_sizes(workspace, counts))
 
 
-def predicted_seconds(
-    head: Head, options: Options, call_kind: CallKind, ignored: float = 0.0
-) -> float | None:
+def predicted_seconds(call: Call, ignored: float = 0.0) -> float | None:
     """Return the predicted seconds of loss and gradients on an H200; None if no model knows it.
 
     The model knows the exponentials engine, with one input that gets a gradient. `ignored` is the
     share of ignored rows; it counts where these are skipped.
     """
-    if options.engine != "exponentials" or len(head.inputs) > 1 or head.device.type != "cuda":
+    head = call.head
+    if call.options.engine != "exponentials" or len(head.inputs) > 1 or head.device.type != "cuda":
         return None
-    if not call_kind.needs_grad.inputs[0]:
+    if not call.needs_grad.inputs[0]:
         return None
-    call = Call(head, options, call_kind)
     _, workspace, counts = _memory(call)
     tiling = sizes.choose_sizes(workspace, counts)
     if not tiling.skips_ignored:

@@ -20,7 +20,7 @@ from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.pending_gradient import finish_gradients
 from lowtide.core.strides import layouts_of
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, Tensors
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Tensors
 from lowtide.ops.linear_cross_entropy.operator import autograd, ops
 from lowtide.ops.linear_cross_entropy.operator.planner import with_copies
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
@@ -75,7 +75,8 @@ class RememberedCall:
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the head's tensors."""
         if is_differentiated(*grad_output):
-            return autograd.differentiated(*self._call(tensors), grad_output)
+            call = self.plan.call(self._head(tensors))
+            return autograd.differentiated(self.pair, call, tensors.labels, grad_output)
         if not self.by_row:
             of_head = tensors.input, tensors.linear_weight, tensors.linear_bias, tensors.logit_scale
             (grad,) = grad_output
@@ -99,12 +100,8 @@ class RememberedCall:
         self, tensors: Tensors, kept: Any, grad_output: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the head's tensors by the operator, which decides anew."""
-        return autograd.by_operator(*self._call(tensors), kept, grad_output)
-
-    def _call(
-        self, tensors: Tensors
-    ) -> tuple[autograd.OperatorPair, Head, Labels, Options, tuple[bool, ...]]:
-        return self.pair, self._head(tensors), tensors.labels, self.plan.options, self.needs_grad
+        call = self.plan.call(self._head(tensors))
+        return autograd.by_operator(self.pair, call, tensors.labels, kept, grad_output)
 
     def _head(self, tensors: Tensors) -> Head:
         return tensors.head if self.scale is None else tensors._replace(logit_scale=self.scale).head

@@ -120,4 +120,4 @@ class AgreedPass:
 
     def _rows_for(self, tensors: Tensors, rank_tokens: int) -> int:
         head, _ = self.call.operands(tensors)
-        return rows_for(head, self.call.plan.options, self.call.plan.call_kind, rank_tokens)
+        return rows_for(self.call.plan.call(head), rank_tokens)

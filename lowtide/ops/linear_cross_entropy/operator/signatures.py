@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from lowtide.core import torch_private
 from lowtide.core.operator import seen_by_nobody
 from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Options, Tensors
-from lowtide.ops.linear_cross_entropy.operator.autograd import kind_and_options
+from lowtide.ops.linear_cross_entropy.operator.autograd import call_now
 from lowtide.ops.linear_cross_entropy.operator.planner import (
     make_plan,
     unreadable_operands,
@@ -124,11 +124,11 @@ def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> "Reme
         return None
     if target.is_floating_point() or not head.classes or needs_aligned_copies(head, options):
         return None
-    call_kind, options = kind_and_options(head, tensors.labels, options, log_probs=log_probs)
-    if backend_of(options.engine) != "triton":
+    call = call_now(head, tensors.labels, options, log_probs=log_probs)
+    if backend_of(call.options.engine) != "triton":
         return None
-    copied = unreadable_operands(head, options, call_kind)
-    plan = make_plan(with_copies(head, copied), options, call_kind)
+    copied = unreadable_operands(call)
+    plan = make_plan(call._replace(head=with_copies(head, copied)))
     decided = plan, copied, tensors.scale_number
     if options.sharded:
         from lowtide.ops.linear_cross_entropy.operator.remembered_call_of_ranks import RememberedCallOfRanks

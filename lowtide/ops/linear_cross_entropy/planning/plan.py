@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide.ops.linear_cross_entropy.definition.head import Options
-from lowtide.ops.linear_cross_entropy.planning.call import CallKind, NeedsGrad, backend_of
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad, backend_of
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class Plan(Tiling):
     def one_product_of_logits(self) -> bool:
         """Return True if engines/logits/one_product.py computes the call."""
         return self.engine == "logits_triton" and self.weight_gradient == "single_product"
+
+    def call(self, head: Head) -> Call:
+        """Return the call of a head that this plan is for."""
+        return Call(head, self.options, self.call_kind)
 
     def agreed(self, agreement: "Agreement") -> "Plan":
         """Return the plan with the chunks that ranks have agreed on."""

@@ -8,9 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.kernels import backend
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import remembered, requirements
 from tests.support.extended import all_extended_but
 
@@ -31,12 +31,11 @@ def choice(N, D, V, *, wanted=(True, True), dtype=torch.bfloat16, log_probs=Fals
             (torch.empty(N, D, dtype=dtype, device="cuda"),), (torch.empty(V, D, dtype=dtype, device="cuda"),)
         )
         target = torch.empty(N, dtype=torch.long, device="cuda")
-        kind = call_kind_of(head, target, None, (*wanted, False, False), log_probs=log_probs)
-        given = Options(compute_dtype=dtype, **options)
-        found = planner.choose_engine(planner.Call(head, given, kind))
-        told = planner.with_graph_facts(head, given, kind)
-        made = planner.make_plan(head, told, kind)
-        return made.engine, made.weight_gradient, found.reasons, planner.peak_bytes(head, told, kind)
+        given, grads = Options(compute_dtype=dtype, **options), (*wanted, False, False)
+        call = call_of(head, Labels(target), grads, given, log_probs=log_probs)
+        reasons, told = planner.choose_engine(call).reasons, planner.with_graph_facts(call)
+        made = planner.make_plan(told)
+        return made.engine, made.weight_gradient, reasons, planner.peak_bytes(told)
 
 
 # Shapes that were measured on an H200 (decision 0062), by the time of one call.
@@ -94,10 +93,9 @@ def predicted(engine, N, D, V):
     with FakeTensorMode():
         x, w = (torch.empty(size, D, dtype=torch.bfloat16, device="cuda") for size in (N, V))
         head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long, device="cuda")
-        kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
-        given = Options(compute_dtype=torch.bfloat16)
-        told = planner.with_graph_facts(head, given, kind)._replace(engine=engine)
-        return planner._few_tokens_seconds(planner.Call(head, told, kind))
+        given, grads = Options(compute_dtype=torch.bfloat16), (True, True, False, False)
+        told = planner.with_graph_facts(call_of(head, Labels(target), grads, given, log_probs=False))
+        return planner._few_tokens_seconds(told._replace(options=told.options._replace(engine=engine)))
 
 
 def test_predicted_seconds():
@@ -194,10 +192,9 @@ def test_small_call_is_one_chunk(N, D, V):
     with FakeTensorMode():
         tensors = [torch.empty(rows, D, dtype=torch.bfloat16, device="cuda") for rows in (N, V)]
         head, target = Head((tensors[0],), (tensors[1],)), torch.empty(N, dtype=torch.long, device="cuda")
-        kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
-        options = planner.with_graph_facts(head, Options(compute_dtype=torch.bfloat16), kind)
-        made = planner.make_plan(head, options, kind)
-        held = planner.peak_bytes(head, options, kind)
+        given, grads = Options(compute_dtype=torch.bfloat16), (True, True, False, False)
+        told = planner.with_graph_facts(call_of(head, Labels(target), grads, given, log_probs=False))
+        made, held = planner.make_plan(told), planner.peak_bytes(told)
     assert (made.engine, made.weight_gradient, made.rows) == ("exponentials", "packed", N)
     assert made.sum_bits == 24
     dense = max(6 * N * V - 2 * (N + V) * D, 2 * N * V)
@@ -212,8 +209,8 @@ def test_no_sum_in_20_bits_in_place_of_one_product(V, way):
     with FakeTensorMode():
         x, w = (torch.empty(rows, 8192, dtype=torch.bfloat16, device="cuda") for rows in (1024, V))
         head, target = Head((x,), (w,)), torch.empty(1024, dtype=torch.long, device="cuda")
-        kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
-        given = Options(compute_dtype=torch.bfloat16, label_smoothing=0.1)
-        made = planner.make_plan(head, planner.with_graph_facts(head, given, kind), kind)
+        given, grads = Options(compute_dtype=torch.bfloat16, label_smoothing=0.1), (True, True, False, False)
+        call = call_of(head, Labels(target), grads, given, log_probs=False)
+        made = planner.make_plan(planner.with_graph_facts(call))
     assert (made.engine, made.weight_gradient) == way
     assert (made.rows, made.sum_bits) == (1024, 24)

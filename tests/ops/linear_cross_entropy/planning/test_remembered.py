@@ -10,9 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import remembered, requirements
 from tests.support.loss import (
     check,
@@ -155,14 +155,12 @@ def test_address_that_tensor_maps_cannot_read(monkeypatch):
     monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: True)
     monkeypatch.setattr(requirements, "reason_against_triton", lambda *_: None)
     x, w = torch.randn(6, 8), torch.randn(16, 8)
-    options = Options(engine="exponentials")
-    call_kind = call_kind_of(
-        Head((x,), (w,)), torch.zeros(6, dtype=torch.long), None, (True,) * 4, log_probs=False
-    )
+    labels, options = Labels(torch.zeros(6, dtype=torch.long)), Options(engine="exponentials")
+    call = call_of(Head((x,), (w,)), labels, (True,) * 4, options, log_probs=False)
     for _ in range(2):
-        assert planner.readable(Head((x,), (w,)), options, call_kind).weights[0] is w
+        assert planner.readable(call).head.weights[0] is w
         other = shifted(w)
-        found = planner.readable(Head((x,), (other,)), options, call_kind)
+        found = planner.readable(call._replace(head=Head((x,), (other,)))).head
         assert found.inputs[0] is x
         assert found.weights[0] is not other
         assert found.weights[0].data_ptr() % 32 == 0
@@ -174,10 +172,9 @@ def test_fake_tensors_are_not_remembered(decided):
         x, w = torch.empty(6, 8), torch.empty(16, 8)
         target = torch.zeros(6, dtype=torch.long)
     head = Head((x,), (w,))
-    call_kind = call_kind_of(head, target, None, (False,) * 4, log_probs=False)
+    call = call_of(head, Labels(target), (False,) * 4, Options(backend="torch"), log_probs=False)
     for times in (1, 2):
-        options = planner.with_graph_facts(head, Options(backend="torch"), call_kind)
-        planner.make_plan(head, options, call_kind)
+        planner.make_plan(planner.with_graph_facts(call))
         assert decided == times * ["engine", "plan"]
     assert not any(remembered._memories)
 

@@ -10,9 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.bfloat16_units import gemm
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 from tests.support.extended import all_extended_but
@@ -46,9 +46,9 @@ def plan_of(device, N, V_r, *, log_probs=False, wanted=(True, True), dtype=torch
     with FakeTensorMode():
         x, w = (torch.empty(size, D, dtype=dtype, device=device) for size in (N, V_r))
         head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long, device=device)
-        kind = call_kind_of(head, target, None, (*wanted, False, False), log_probs=log_probs)
-        given = planner.with_graph_facts(head, Options(compute_dtype=dtype, **options), kind)
-        return planner.make_plan(head, given, kind)
+        given, grads = Options(compute_dtype=dtype, **options), (*wanted, False, False)
+        call = call_of(head, Labels(target), grads, given, log_probs=log_probs)
+        return planner.make_plan(planner.with_graph_facts(call))
 
 
 @pytest.mark.parametrize("options", all_extended_but(OPTIONS[:3], OPTIONS), ids=str)

@@ -94,7 +94,7 @@ def planned_on_hopper(monkeypatch, N, D, V, dtype, workspace, *, wanted=(True, T
     """`wanted` says whether the input and the weight get a gradient."""
     with FakeTensorMode():
         call = called_on_hopper(monkeypatch, N, D, V, dtype, workspace, wanted=wanted)
-        return planner.make_plan(*call), planner.peak_bytes(*call)
+        return planner.make_plan(call), planner.peak_bytes(call)
 
 
 def called_on_hopper(monkeypatch, N, D, V, dtype, workspace, *, wanted=(True, True)):
@@ -105,12 +105,9 @@ def called_on_hopper(monkeypatch, N, D, V, dtype, workspace, *, wanted=(True, Tr
             torch.empty(size, D, dtype=each, device="cuda")
             for size, each in ((N, torch.bfloat16), (V, dtype))
         )
-        head, call_kind = (
-            Head((inputs,), (weights,)),
-            CallKind(NeedsGrad(wanted[:1], wanted[1:], False, False), False, None, False),
-        )
+        call_kind = CallKind(NeedsGrad(wanted[:1], wanted[1:], False, False), False, None, False)
         options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
-        return head, planner.with_graph_facts(head, options, call_kind), call_kind
+        return planner.with_graph_facts(Call(Head((inputs,), (weights,)), options, call_kind))
 
 
 @pytest.mark.parametrize("units", [True, False])
@@ -125,13 +122,12 @@ def test_low_rank_term_sum_outside_default(monkeypatch, units):
         )
         options = Options(compute_dtype=torch.bfloat16)
         call_kind = CallKind(NeedsGrad((True, True), (False, True), False, False), False, None, False)
-        head = Head(inputs, weights)
-        options = planner.with_graph_facts(head, options, call_kind)
-        made = planner.make_plan(head, options, call_kind)
-        assert planner.peak_bytes(head, options, call_kind) <= made.workspace
+        call = planner.with_graph_facts(Call(Head(inputs, weights), options, call_kind))
+        made = planner.make_plan(call)
+        assert planner.peak_bytes(call) <= made.workspace
         assert made.workspace == (64 << 20) + V * R * (4 if units else 4 + 4)
         with pytest.raises(ArgumentError, match="workspace must hold"):
-            planner.make_plan(head, options._replace(workspace=V * R * 4), call_kind)
+            planner.make_plan(call._replace(options=call.options._replace(workspace=V * R * 4)))
 
 
 def to_cuda(tensor):
@@ -176,7 +172,7 @@ def test_skipped_rows_keep_the_outputs_of_the_operator(monkeypatch, N, D, V, wor
     for percent in range(60, 141, 2):
         made = called_on_hopper(monkeypatch, N, D, V, torch.bfloat16, workspace * percent // 100)
         with FakeTensorMode():
-            plan, way = planner.make_plan(*made), planner.weight_gradient_of(*made)
+            plan, way = planner.make_plan(made), planner.weight_gradient_of(made)
         assert (plan.weight_gradient == "accumulate") == (way == "accumulate")
         ways.add(plan.weight_gradient)
     assert ways >= {"accumulate", "packed"}

@@ -58,8 +58,8 @@ def sizes(request, device, everywhere, monkeypatch):  # noqa: F811
     make, names = planner.make_plan, ("rows", "chunk_classes", "block_rows", "block_classes", "stored_rows")
     times = 8 if device == "cuda" else 1
 
-    def with_sizes(head, options, call_kind):
-        made = make(head, options, call_kind)
+    def with_sizes(call):
+        made, head = make(call), call.head
         if made.weight_gradient != "class_blocks":
             return made
         most = (*(head.tokens, head.classes) * 2, head.inputs[0].shape[-1])

@@ -18,7 +18,7 @@ from lowtide.memory import peak_memory
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.engines.logits import one_product, spec
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import operands, requirements
 from tests.support.loss import interpreted, make_inputs, planned
 
@@ -200,8 +200,8 @@ def test_memory_matches_plan(device):
         step()
     held = peak.bytes - 2 * (N + V) * D
     head = Head((call[0],), (call[1],))
-    kind = call_kind_of(head, call[2], None, (True, True, False, False), log_probs=False)
-    foretold = planner.peak_bytes(head, made.options, kind)
+    grads = True, True, False, False
+    foretold = planner.peak_bytes(call_of(head, Labels(call[2]), grads, made.options, log_probs=False))
     assert held >= 2 * N * V
     if device == "cuda":  # in this test, products on the CPU copy their operands
         assert held <= foretold

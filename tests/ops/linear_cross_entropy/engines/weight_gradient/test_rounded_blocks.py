@@ -8,12 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.bfloat16_units import gemm
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import RoundedBlocks
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import memory_model, requirements
-from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.division import sizes
 from tests.support.loss import HALVES, check, differentiate, fused, make_inputs, planned, workspace_for
 
@@ -86,13 +85,14 @@ def test_blocks_are_large_and_fit(monkeypatch, room):
         with FakeTensorMode():
             x, w = (torch.empty(size, D, dtype=BF16, requires_grad=True) for size in (N, V))
             head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long)
-            kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
-            options = planner.with_graph_facts(head, Options(compute_dtype=BF16), kind)
+            options, grads = Options(compute_dtype=BF16), (True, True, False, False)
+            call = planner.with_graph_facts(call_of(head, Labels(target), grads, options, log_probs=False))
             if room is not None:
-                _, _, counts = planner._memory(Call(head, options, kind))
-                options = options._replace(workspace=counts.one_chunk + room)
-            _, workspace, counts = planner._memory(Call(head, options, kind))
-            plan = planner.make_plan(head, options, kind)
+                _, _, counts = planner._memory(call)
+                given = call.options._replace(workspace=counts.one_chunk + room)
+                call = call._replace(options=given)
+            _, workspace, counts = planner._memory(call)
+            plan = planner.make_plan(call)
         if takes_one(plan):
             taken += 1
             assert plan.block_classes >= 512

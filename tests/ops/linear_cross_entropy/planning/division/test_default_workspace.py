@@ -19,10 +19,9 @@ from lowtide.memory import peak_memory
 from lowtide.ops import distillation
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_kind_of
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.operator.fake import with_new_graph_facts, workspace_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
-from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import dense_workspace
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import (
     DEFAULT_WORKSPACE,
@@ -156,10 +155,8 @@ def test_dense_peak_prediction(dtype, N, D, V, grad, cast):
         with torch.autocast("cpu", cast, enabled=cast is not None):
             return F.cross_entropy(F.linear(x, w), target)
 
-    options = Options(compute_dtype=cast or dtype)
-    head = Head((x,), (w,))
-    call_kind = call_kind_of(head, target, None, (grad, grad, False, False), log_probs=False)
-    said = dense_workspace(Call(head, options, call_kind))
+    options, grads = Options(compute_dtype=cast or dtype), (grad, grad, False, False)
+    said = dense_workspace(call_of(Head((x,), (w,)), Labels(target), grads, options, log_probs=False))
     gradients = (x.nbytes + w.nbytes) * grad
     measured = peak_of(dense, [x, w]) - gradients
     assert said <= measured
@@ -190,20 +187,15 @@ def test_plan_within_dense_on_cuda(backend, hopper, monkeypatch):
             wanted = rng.choice([(True, True), (True, False), (False, True), (False, False)])
             x, w = (torch.empty(length, D, dtype=dtype, device="cuda") for length in (N, V))
             target = torch.empty(N, dtype=torch.long, device="cuda")
-            head, call_kind = (
-                Head((x,), (w,)),
-                call_kind_of(Head((x,), (w,)), target, None, (*wanted, False, False), log_probs=False),
-            )
-            options = planner.with_graph_facts(
-                head, Options(compute_dtype=compute_dtype, backend=backend), call_kind
-            )
+            options, grads = Options(compute_dtype=compute_dtype, backend=backend), (*wanted, False, False)
+            call = call_of(Head((x,), (w,)), Labels(target), grads, options, log_probs=False)
             copies = w.numel() * compute_dtype.itemsize if dtype != compute_dtype else 0
             gradients = x.nbytes * wanted[0] + w.nbytes * wanted[1]
             element = 4 if copies else dtype.itemsize
             dense = max(3 * element * N * V - gradients, compute_dtype.itemsize * N * V)
             if not any(wanted):
                 dense = 2 * element * N * V
-            held = planner.peak_bytes(head, options, call_kind) - copies
+            held = planner.peak_bytes(planner.with_graph_facts(call)) - copies
             assert held <= dense + OF_ONE_CHUNK["cuda"] + OF_A_NUMBER["cuda"] * (N + D + V)
             assert held <= DEFAULT_WORKSPACE["cuda"] + 4 * D * V
 
@@ -222,14 +214,14 @@ def test_plan_of_least_sizes_on_cuda(backend, hopper, log_probs, monkeypatch):
                 target = torch.empty(N, dtype=torch.long, device="cuda")
                 head = Head((x,), (w,))
                 grads = (True, wanted, False, False)
-                call_kind = call_kind_of(head, target, None, grads, log_probs=log_probs)
                 for workspace in (None, 8519, 1 << 20):
                     options = Options(compute_dtype=dtype, backend=backend, workspace=workspace)
-                    options = planner.with_graph_facts(head, options, call_kind)
+                    call = call_of(head, Labels(target), grads, options, log_probs=log_probs)
+                    call = planner.with_graph_facts(call)
                     too_small = contextlib.suppress(ArgumentError) if workspace else contextlib.nullcontext()
                     with too_small:
-                        plan = planner.make_plan(head, options, call_kind)
-                        assert planner.peak_bytes(head, options, call_kind) <= plan.workspace
+                        plan = planner.make_plan(call)
+                        assert planner.peak_bytes(call) <= plan.workspace
 
 
 def test_large_call_keeps_default(monkeypatch):
@@ -241,11 +233,10 @@ def test_large_call_keeps_default(monkeypatch):
             )
             target = torch.empty(8192, dtype=torch.long, device=device)
             head = Head((x,), (w,))
-            call_kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
-            options = planner.with_graph_facts(
-                head, Options(compute_dtype=torch.bfloat16, backend="torch"), call_kind
-            )
-            assert planner.make_plan(head, options, call_kind).workspace == whole
+            grads = True, True, False, False
+            options = Options(compute_dtype=torch.bfloat16, backend="torch")
+            call = call_of(head, Labels(target), grads, options, log_probs=False)
+            assert planner.make_plan(planner.with_graph_facts(call)).workspace == whole
 
 
 NEEDS_GRAD = 4 + len(Labels._fields)  # the place of this argument of the operator
@@ -260,9 +251,9 @@ def arguments(workspace, N=40, D=8, V=100):
 def test_workspace_of_caller_kept():
     call = with_new_graph_facts("lowtide::linear_cross_entropy", arguments(5 * MIB))
     head = Head((call[0][0],), (call[1][0],))
-    options = Options(*call[NEEDS_GRAD + 1 :])
-    call_kind = call_kind_of(head, *call[4:6], call[NEEDS_GRAD], log_probs=False)
-    assert planner.make_plan(head, options, call_kind).workspace == 5 * MIB
+    labels, options = Labels(*call[4:NEEDS_GRAD]), Options(*call[NEEDS_GRAD + 1 :])
+    planned = call_of(head, labels, call[NEEDS_GRAD], options, log_probs=False)
+    assert planner.make_plan(planned).workspace == 5 * MIB
 
 
 def test_graph_facts_of_other_device():
@@ -380,12 +371,9 @@ def test_small_call_chunk_sizes(dtype, N, D, V):
     with FakeTensorMode():
         x, w = (torch.empty(length, D, dtype=dtype) for length in (N, V))
         head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long)
-        call_kind = call_kind_of(head, target, None, (True, True, False, False), log_probs=False)
-        made = planner.make_plan(
-            head,
-            planner.with_graph_facts(head, Options(compute_dtype=dtype, backend="torch"), call_kind),
-            call_kind,
-        )
+        options, grads = Options(compute_dtype=dtype, backend="torch"), (True, True, False, False)
+        call = call_of(head, Labels(target), grads, options, log_probs=False)
+        made = planner.make_plan(planner.with_graph_facts(call))
     assert made.rows >= min(N, max(32, N // 64))
     if made.weight_gradient == "class_blocks":
         assert made.block_rows >= min(N, 32)

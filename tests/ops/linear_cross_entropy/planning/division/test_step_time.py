@@ -29,7 +29,7 @@ def call(N, D, V, workspace, wanted=(True, True)):
     needs_grad = NeedsGrad((wanted[0],), (wanted[1],), False, False)
     head, call_kind = Head((x,), (w,)), CallKind(needs_grad, False, None, False)
     options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
-    return head, planner.with_graph_facts(head, options, call_kind), call_kind
+    return planner.with_graph_facts(Call(head, options, call_kind))
 
 
 # Sizes in the order of Tiling's fields after the weight's, and ms of a step on an H200.
@@ -51,7 +51,7 @@ MEASURED = [
 def test_measured_steps(shape, workspace, parts, ms):
     rows, chunk_classes, product_rows, *block = parts
     with FakeTensorMode():
-        _, _, counts = planner._memory(Call(*call(*shape, workspace * MIB)))
+        _, _, counts = planner._memory(call(*shape, workspace * MIB))
     tiling = Tiling(rows, chunk_classes, shape[2], product_rows, "class_blocks", 24, *block)
     assert 1e3 * step_seconds(counts, tiling) == pytest.approx(ms, rel=0.06)
 
@@ -67,13 +67,13 @@ def test_measured_steps(shape, workspace, parts, ms):
 )
 def test_measured_steps_by_default(shape, ms):
     with FakeTensorMode():
-        assert 1e3 * planner.predicted_seconds(*call(*shape, None)) == pytest.approx(ms, rel=0.06)
+        assert 1e3 * planner.predicted_seconds(call(*shape, None)) == pytest.approx(ms, rel=0.06)
 
 
 def test_measured_steps_with_a_frozen_weight():
     """All rows, as options.csv has them."""
     with FakeTensorMode():
-        seconds = planner.predicted_seconds(*call(16384, 4096, 128256, None, (True, False)))
+        seconds = planner.predicted_seconds(call(16384, 4096, 128256, None, (True, False)))
     assert 1e3 * seconds == pytest.approx(51.5, rel=0.06)
 
 
@@ -103,7 +103,7 @@ SKIPPING = [
 def test_measured_price_of_skipping(shape, workspace, trained, ratio):
     given = workspace and workspace * MIB
     with FakeTensorMode():
-        _, granted, counts = planner._memory(Call(*call(*shape, given, (True, trained))))
+        _, granted, counts = planner._memory(call(*shape, given, (True, trained)))
     skipping, all_rows = (
         step_seconds(each, sizes._choose_sizes(granted, each)) for each in (counts.of_skipping(), counts)
     )
@@ -115,7 +115,7 @@ def test_input_gradient_of_our_own_divides_the_last_wave(monkeypatch):
     the last 16 of these were divided, the first took 44.8 on another card, the second 56.4."""
     shape = (32768, 1024, 151936)
     with FakeTensorMode():
-        _, _, counts = planner._memory(Call(*call(*shape, None)))
+        _, _, counts = planner._memory(call(*shape, None))
     few, many = (
         step_seconds(counts.of_skipping(), Tiling(rows, shape[2], shape[2], 4096, "packed", 24))
         for rows in (4096, 4736)
@@ -129,17 +129,17 @@ def test_input_gradient_of_our_own_divides_the_last_wave(monkeypatch):
 def test_ignored_rows_cost_nothing_where_they_are_skipped():
     with FakeTensorMode():
         made = call(16384, 4096, 128256, 1 << 30)
-        whole, half = (planner.predicted_seconds(*made, ignored) for ignored in (0.0, 0.5))
+        whole, half = (planner.predicted_seconds(made, ignored) for ignored in (0.0, 0.5))
         assert 0.45 * whole < half < 0.6 * whole
         blocks = call(16384, 4096, 128256, 64 * MIB)
-        assert planner.predicted_seconds(*blocks, 0.5) == planner.predicted_seconds(*blocks)
+        assert planner.predicted_seconds(blocks, 0.5) == planner.predicted_seconds(blocks)
 
 
 def test_way_with_the_least_time():
     """Below 512 rows per chunk a packed sum costs more than one product more; a large sum less."""
     with FakeTensorMode():
         ways = [
-            planner.make_plan(*call(*shape)).weight_gradient
+            planner.make_plan(call(*shape)).weight_gradient
             for shape in ((5003, 3000, 100003, 256 * MIB), (16384, 4096, 32768, 256 * MIB))
         ]
     assert ways == ["class_blocks", "packed"]
@@ -147,4 +147,4 @@ def test_way_with_the_least_time():
 
 def test_no_prediction():
     with FakeTensorMode():
-        assert planner.predicted_seconds(*call(4096, 2047, 128256, None)) is None
+        assert planner.predicted_seconds(call(4096, 2047, 128256, None)) is None
