@@ -33,6 +33,7 @@ from lowtide.ops.distillation.engine import DistillationEngine
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.planner import DistillationPlan, keeps_sum, make_plan, rows_for
 from lowtide.ops.linear_cross_entropy.engines.gradients import unwritten
+from lowtide.ops.linear_cross_entropy.engines.saved_stats import with_number
 from lowtide.ops.linear_cross_entropy.ranks import equal_values
 from lowtide.ops.linear_cross_entropy.ranks.agreement import OwnCall, agree
 
@@ -46,8 +47,8 @@ def distillation(*arguments: Any) -> list[Tensor]:
     plan = _planned(heads, needs_grad, options, "distillation")
     with on_device_of(heads.student_input):
         loss, gradients = DistillationEngine(plan, heads).run()
-        if _returns_number(options) and plan.agreement is not None:
-            return [loss, torch.tensor([plan.agreement.number], device="cpu")]
+        if _returns_number(options):
+            return with_number([loss], plan.agreement)
         return [loss, *gradients.outputs]
 
 
@@ -137,18 +138,12 @@ def _(grad_output: Tensor | None, number: Tensor | None, *arguments: Any) -> lis
     return [like.new_empty(like.shape) for like, grad in pairs if grad and like is not None]
 
 
-def _flops(arguments: Sequence[Any]) -> int:
-    """Return the FLOPs of a call, from arguments in which shapes stand for tensors."""
-    heads, needs_grad, _ = _parsed(arguments)
+def _flops(first: int, *arguments: Any, **_out: Any) -> int:
+    """Return the FLOPs of a call, whose heads begin at `first`; shapes stand for tensors."""
+    heads, needs_grad, _ = _parsed(arguments[first:])
     (*leading, D), (V, teacher_D) = heads.student_input, heads.teacher_weight
     return 2 * math.prod(leading) * V * (D * (1 + needs_grad[0] + needs_grad[1]) + teacher_D)
 
 
-@register_flop_formula(torch.ops.lowtide.distillation)
-def _(*arguments: Any, **kwargs: Any) -> int:
-    return _flops(arguments)
-
-
-@register_flop_formula(torch.ops.lowtide.distillation_backward)
-def _(grad_output: Any, number: Any, *arguments: Any, **kwargs: Any) -> int:
-    return _flops(arguments)
+register_flop_formula(torch.ops.lowtide.distillation)(functools.partial(_flops, 0))
+register_flop_formula(torch.ops.lowtide.distillation_backward)(functools.partial(_flops, 2))

@@ -27,12 +27,7 @@ def walk_tokens(
     engine: ShardedEngine, coefs: Any, stats: Any, gradients: Gradients, take_stats: bool
 ) -> None:
     """Compute what `Engine.walk_tokens` does, where each rank has a part of the classes."""
-    plan, agreement, order = engine.plan, engine.plan.agreement, engine.order
-    assert agreement is not None
-    summed = [
-        None if each is None else SummedRows(each, agreement.group, order, plan.sum_dtype)
-        for each in (engine.input_rows(dx) for dx in gradients.inputs)
-    ]
+    plan, summed = engine.plan, summed_rows(engine, gradients)
     sums = [choose_accumulator(plan, k, dw) for k, dw in enumerate(gradients.weights)]
     gradient = any(each is not None for each in (*summed, *sums, gradients.bias, gradients.scale))
     # This rank may form dW elsewhere, by blocks of classes, while other ranks form it here. If
@@ -72,6 +67,13 @@ def walk_tokens(
     for sum in sums:
         if sum is not None and engine.M:
             sum.finish()
+
+
+def summed_rows(engine: ShardedEngine, gradients: Gradients) -> list[SummedRows | None]:
+    """Return what sums each input gradient over the ranks; None for one that is not wanted."""
+    group, order, sum_dtype = engine.plan.agreement.group, engine.order, engine.plan.sum_dtype
+    of_rank = (engine.input_rows(dx) for dx in gradients.inputs)
+    return [None if each is None else SummedRows(each, group, order, sum_dtype) for each in of_rank]
 
 
 def chunks_of(engine: ShardedEngine) -> Iterator[slice]:

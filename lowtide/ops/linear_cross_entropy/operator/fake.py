@@ -87,9 +87,7 @@ def _call_of(operator: str, arguments: Sequence[Any]) -> Call:
 
 
 def _fake_gradients(operator: str, *arguments: Any) -> list[Tensor]:
-    call = _call_of(operator, arguments)
-    tensors = zip(call.head.tensors, call.needs_grad.all)
-    return [like.new_empty(like.shape) for like, grad in tensors if grad and like is not None]
+    return [like.new_empty(like.shape) for like in _call_of(operator, arguments).trained]
 
 
 def _flops(operator: str, *arguments: Any, **_out: Any) -> int:

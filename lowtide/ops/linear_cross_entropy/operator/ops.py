@@ -209,7 +209,7 @@ def _compute_both(
     if compute is gradients_by_row or not needs_grad.some:
         return
     if compute is _loss_and_outputs:
-        _finish(outputs, head, needs_grad.all, plan.backend)
+        _finish(outputs, plan.call(head), plan.backend)
         return
     log_probs = plan.call_kind.log_probs
     statistics = outputs[4:] if log_probs else outputs[1:]
@@ -220,14 +220,13 @@ def _compute_both(
 
 def _of_positions_and_finish(call: Call, labels: Labels) -> None:
     outputs = _of_positions(call, labels)
-    _finish(outputs, call.head, call.needs_grad.all, backend_of(call.options.engine))
+    _finish(outputs, call, backend_of(call.options.engine))
 
 
-def _finish(outputs: Sequence[Tensor], head: Head, needs_grad: Sequence[bool], backend: str) -> None:
+def _finish(outputs: Sequence[Tensor], call: Call, backend: str) -> None:
     """Finish the gradients that a mean or sum has formed, as its backward pass does."""
     loss, *gradients = outputs
-    likes = [like for like, grad in zip(head.tensors, needs_grad) if grad and like is not None]
-    finish_eagerly(zip(gradients[::2], gradients[1::2], likes), loss, backend, in_place=True)
+    finish_eagerly(zip(gradients[::2], gradients[1::2], call.trained), loss, backend, in_place=True)
 
 
 def _of_positions(call: Call, labels: Labels) -> list[Tensor]:

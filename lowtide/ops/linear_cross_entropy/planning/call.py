@@ -6,6 +6,7 @@ Shapes: N tokens, D features (of the first linear term), V classes.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lowtide.core.kernels.devices import counted_as
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
@@ -107,6 +108,12 @@ class Call(NamedTuple):
     @property
     def needs_grad(self) -> NeedsGrad:
         return self.call_kind.needs_grad
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """Return the tensors of the head that get a gradient."""
+        pairs = zip(self.head.tensors, self.needs_grad.all)
+        return [each for each, grad in pairs if grad and each is not None]
 
     @property
     def sum_size(self) -> int:

@@ -37,17 +37,15 @@ def dense_workspace(call: Call) -> int | None:
 
     Return None if the plan must not depend on N, or, with segments, on the number of ranks.
     """
-    head, options, needs_grad = call.head, call.options, call.needs_grad.all
+    head, options = call.head, call.options
     if options.segments or not may_depend_on_tokens(head.tokens):
         return None
     positions = head.weights[0].shape[1] if head.by_position else 1
-    tracked = [each for each, grad in zip(head.tensors, needs_grad) if grad and each is not None]
     dtypes = {each.dtype for each in (*head.inputs, *head.weights)}
-    dense = dense_bytes(
-        call.N * positions * call.V, dtypes, options.compute_dtype, options.sum_dtype, tracked
-    )
+    logits = call.N * positions * call.V
+    dense = dense_bytes(logits, dtypes, options.compute_dtype, options.sum_dtype, call.trained)
     if head.by_position and options.reduction != "none":
-        dense -= position_bytes(head, needs_grad, options.sum_dtype)
+        dense -= position_bytes(head, call.needs_grad.all, options.sum_dtype)
     return dense
 
 

@@ -27,7 +27,6 @@ from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     excluded_coefs,
 )
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
-from lowtide.ops.linear_cross_entropy.engines.token_order import SummedRows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
 from lowtide.ops.linear_cross_entropy.planning.memory_model import SAMPLED_CLASSES
 
@@ -39,13 +38,10 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
         self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
     ) -> OfTokens:
         plan, (operand,), (dw,), db = self.plan, self.operands, gradients.weights, gradients.bias
-        assert plan.agreement is not None
         coefs = own_places(coefs, self.first_class, self.V)
         sum = choose_accumulator(plan, 0, dw, gemm.multiply_transposed) if self.V else None
-        dx, summed = self.input_rows(gradients.inputs[0]), None
-        if dx is not None:
-            summed = SummedRows(dx, plan.agreement.group, self.order, plan.sum_dtype)
-        needs_grad = any(each is not None for each in (dx, sum, db))
+        (summed,) = sharded_walk.summed_rows(self, gradients)
+        needs_grad = any(each is not None for each in (summed, sum, db))
         row_scale_M = torch.empty_like(coefs.target_coef_N)
         target_weight_coef_M = torch.empty_like(row_scale_M)
         in_turn = [*sharded_walk.chunks_of(self)]

@@ -194,7 +194,10 @@ class LinearTerm:
         target_weight_coef_N: Tensor,
         counted: CountedChunk,
     ) -> None:
-        """Compute the chunk's rows of dX, after dW's GEMM has read the scaled rows."""
+        """Compute the chunk's rows of dX, after dW's GEMM has read the scaled rows.
+
+        If no ignored rows come last, plan.product_rows rows are computed at a time.
+        """
         if self.dx is None:
             return
         if counted.row_C is not None:
@@ -212,35 +215,19 @@ class LinearTerm:
                 counted,
             )
             return
-        dx_CD, target_weight_coef_C = self.dx.tensor[rows], target_weight_coef_N[rows]
-        computed = [(each.exp_CB, each.classes) for each in tiles]
-        self.write_rows(dx_CD, computed, row, row_scale_C, target_weight_coef_C, self.dx.applied)
-
-    def write_rows(
-        self,
-        out_CD: Tensor,
-        computed: list[tuple[Tensor, slice]],
-        row: RowCoefs,
-        row_scale_C: Tensor,
-        target_weight_coef_C: Tensor,
-        factor: Tensor | None,
-    ) -> None:
-        """Write the chunk's rows of dX times a factor, plan.product_rows rows at a time.
-
-        `computed` holds the exponentials [C, B] of each block of classes, and these classes.
-        """
+        out_CD, target_weight_coef_C = self.dx.tensor[rows], target_weight_coef_N[rows]
         sum_CD, self.product_CD = self.product_CD, None
         for piece in blocks(out_CD.shape[0], self.plan.product_rows):
             of_piece = row[piece]
             if sum_CD is None:
                 product_CD = self._empty(piece.stop - piece.start, self.plan.sum_dtype)
-                for e_CB, classes in computed:
-                    weight_BD = self.operand.weight(classes)
-                    product(product_CD, e_CB[piece], weight_BD, add=classes.start > 0)
+                for each in tiles:
+                    weight_BD = self.operand.weight(each.classes)
+                    product(product_CD, each.exp_CB[piece], weight_BD, add=each.classes.start > 0)
             else:
                 product_CD = sum_CD[piece]
             of_rows = of_piece, row_scale_C[piece], target_weight_coef_C[piece]
-            self.rows_of_product(product_CD, out_CD[piece], *of_rows, factor)
+            self.rows_of_product(product_CD, out_CD[piece], *of_rows, self.dx.applied)
             del product_CD  # free it before the next product is allocated
 
     def rows_of_product(

@@ -62,15 +62,11 @@ class ShardedExponentialsEngine(ExponentialsEngine):
     def walk_tokens(
         self, coefs: RowCoefs, stats: ExcludedTargetStats, gradients: Gradients, take_stats: bool
     ) -> OfTokens:
-        plan, agreement, order = self.plan, self.plan.agreement, self.order
-        assert agreement is not None
+        plan = self.plan
         coefs = own_places(coefs, self.first_class, self.V)
         smoothing = coefs.smoothing_coef_N is not None
         linear = self._linear_terms(gradients, smoothing=smoothing)
-        summed = [
-            None if each is None else SummedRows(each, agreement.group, order, plan.sum_dtype)
-            for each in (self.input_rows(dx) for dx in gradients.inputs)
-        ]
+        summed = sharded_walk.summed_rows(self, gradients)
         db = None if plan.weight_gradient == "class_blocks" else gradients.bias
         sums = any(each.sum is not None for each in linear)
         needs_grad = sums or any(each is not None for each in (*summed, db, gradients.scale))

@@ -10,6 +10,7 @@ that does not overlap the GEMM. The constants are fitted to 1,144 kernels on an 
 """
 
 import functools
+from collections.abc import Callable
 
 MULTIPROCESSORS = 132
 # Seconds that a wave of 128 x 256 tiles takes per element of the inner dimension: 0.73 PFLOP/s
@@ -81,12 +82,13 @@ def product_of_rows_seconds(rows: int, columns: int, summed: int, *, most: int) 
 
     Adding the result to a sum takes as long as writing it.
     """
-    whole, rest = divmod(rows, most)
-    return sum(
-        times * product_seconds(size, columns, summed, 4 * size * columns)
-        for times, size in ((whole, most), (1, rest))
-        if times * size
-    )
+    return over_chunks(rows, most, lambda size: product_seconds(size, columns, summed, 4 * size * columns))
+
+
+def over_chunks(N: int, rows: int, seconds: Callable[[int], float]) -> float:
+    """Return the sum over the chunks of N tokens, of which `seconds` takes the number of rows."""
+    whole, rest = divmod(N, rows)
+    return (whole * seconds(rows) if whole else 0) + (seconds(rest) if rest else 0)
 
 
 def own_product_seconds(rows: int, columns: int, summed: int) -> float:

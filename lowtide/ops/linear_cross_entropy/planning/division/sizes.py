@@ -14,11 +14,8 @@ from dataclasses import replace
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.division import class_blocks
-from lowtide.ops.linear_cross_entropy.planning.division.step_time import (
-    chunk_seconds,
-    over_chunks,
-    step_seconds,
-)
+from lowtide.ops.linear_cross_entropy.planning.division.cost_model import over_chunks
+from lowtide.ops.linear_cross_entropy.planning.division.step_time import chunk_seconds, step_seconds
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import (
     ROUNDED_NUMBERS,

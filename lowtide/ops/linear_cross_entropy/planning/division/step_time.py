@@ -3,11 +3,10 @@
 Shapes: N tokens, D features, V classes.
 """
 
-from collections.abc import Callable
-
 from lowtide.core.kernels.backend import is_large_gemm
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, forms_targets_again
 from lowtide.ops.linear_cross_entropy.planning.division import class_blocks, cost_model
+from lowtide.ops.linear_cross_entropy.planning.division.cost_model import over_chunks
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import added_bytes
 
@@ -34,12 +33,6 @@ def weight_gradient_seconds(counts: ByteCounts, tiling: Tiling) -> float:
     """Return the predicted seconds of the kernels that form dW, but for class blocks."""
     way, bits = tiling.weight_gradient, tiling.sum_bits
     return over_chunks(counts.N, tiling.rows, lambda C: _chunk_of_dw(counts, C, way, bits))
-
-
-def over_chunks(N: int, rows: int, seconds: Callable[[int], float]) -> float:
-    """Return the sum over the chunks of N tokens, of which `seconds` takes the number of rows."""
-    whole, rest = divmod(N, rows)
-    return whole * seconds(rows) + (seconds(rest) if rest else 0)
 
 
 def chunk_seconds(counts: ByteCounts, rows: int, way: WeightGradient, bits: int, product_rows: int) -> float:
