@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lowtide.ops.linear_cross_entropy.ranks.agreement import check_layout
-from lowtide.ops.linear_cross_entropy.sharding import TENSORS, sharded_call
+from lowtide.ops.linear_cross_entropy.sharding import TENSORS, Division, sharded_call
 
 # torch's own names, which a build or a version may leave out.
 MODE, FAKE = "torch.distributed._local_tensor", "torch.testing._internal.distributed.fake_pg"
@@ -92,7 +92,7 @@ def check(ranks, mesh, place, V, rows):
 
     given = {name: placed(tensors[name], mesh, *on_mesh(Shard(0))) for name in BY_CLASS}
     given |= {name: placed(tensors[name], mesh, *on_mesh(rows)) for name in BY_ROW}
-    call = sharded_call(dict.fromkeys(TENSORS) | given)
+    call = sharded_call(dict.fromkeys(TENSORS) | given, Division())
     assert call.shard.ranks == mesh.size(place)
     assert call.shard.tokens_sharded == isinstance(rows, Shard)
     size, divided = -(-V // mesh.size(place)), getattr(rows, "dim", 0)
@@ -163,7 +163,7 @@ def test_refused_placements(ranks):
     def call(weight, input=None):
         given = {"input": placed(tensors["input"], mesh, input or Replicate()), "target": tensors["target"]}
         given["linear_weight"] = placed(tensors["linear_weight"], mesh, weight)
-        return sharded_call(dict.fromkeys(TENSORS) | given)
+        return sharded_call(dict.fromkeys(TENSORS) | given, Division())
 
     for weight in (Replicate(), Shard(1)):
         with pytest.raises(ValueError, match="linear_weight must be divided by classes over one dimension"):

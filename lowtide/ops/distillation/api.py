@@ -12,10 +12,10 @@ from lowtide.core.errors import advises
 from lowtide.core.fsdp import expect_gradients
 from lowtide.ops.distillation import autograd, higher_order
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
-from lowtide.ops.distillation.sharding import Division, own_heads
+from lowtide.ops.distillation.sharding import own_heads
 from lowtide.ops.distillation.validation import check_beta, check_heads, check_options
 from lowtide.ops.linear_cross_entropy.definition.head import Reduction
-from lowtide.ops.linear_cross_entropy.sharding import telling_errors
+from lowtide.ops.linear_cross_entropy.sharding import Division, telling_errors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

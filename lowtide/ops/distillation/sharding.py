@@ -11,7 +11,7 @@ its own classes from it.
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -31,16 +31,7 @@ from lowtide.ops.linear_cross_entropy.data_sharded import (
     place_of,
 )
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
-from lowtide.ops.linear_cross_entropy.sharding import TENSORS, ShardedCall, sharded_call
-
-
-class Division(NamedTuple):
-    """Hold the arguments that say how the classes are divided over ranks."""
-
-    group: Any = None
-    first_class: int | None = None
-    num_classes: int | None = None
-    tokens_sharded: bool = False
+from lowtide.ops.linear_cross_entropy.sharding import TENSORS, Division, ShardedCall, sharded_call
 
 
 def own_heads(
@@ -65,7 +56,7 @@ def own_heads(
             _check_parameter(f"{side}_bias", bias)
         tensors = dict.fromkeys(TENSORS) | {"input": input, "linear_weight": weight, "linear_bias": bias}
         with _named_after(side):
-            calls.append(sharded_call({**tensors, "target": ignored}, **division._asdict()))
+            calls.append(sharded_call({**tensors, "target": ignored}, division))
     student, teacher = calls
     if student.shard != teacher.shard:
         raise ArgumentError(

@@ -266,11 +266,7 @@ def linear_cross_entropy(
     call, loss = sharding.run_sharded(
         partial(_loss, normalizer=normalizer, **options),
         tensors,
-        group=group,
-        first_class=first_class,
-        num_classes=num_classes,
-        tokens_sharded=tokens_sharded,
-        segments=segments,
+        sharding.Division(group, first_class, num_classes, tokens_sharded, segments),
     )
     if known is not None:
         signatures.remember(known, operands, **options)

@@ -109,11 +109,7 @@ def linear_log_probs(
     call, found = sharding.run_sharded(
         partial(_log_probs, **options),
         operands._asdict(),
-        group=group,
-        first_class=first_class,
-        num_classes=num_classes,
-        tokens_sharded=tokens_sharded,
-        segments=segments,
+        sharding.Division(group, first_class, num_classes, tokens_sharded, segments),
     )
     if known is not None:
         signatures.remember(known, operands, log_probs=True, **options)

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ TENSORS = ("input", "linear_weight", "target", "linear_bias", "weight", "logit_s
 """The tensors whose places are told here; any other one of a call is divided as its tokens are."""
 
 ResultT = TypeVar("ResultT")
+
+
+class Division(NamedTuple):
+    """Hold the arguments that say how the classes are divided over ranks, or into segments."""
+
+    group: Any = None
+    first_class: int | None = None
+    num_classes: int | None = None
+    tokens_sharded: bool = False
+    segments: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,14 +66,14 @@ class ShardedCall:
 
 
 def run_sharded(
-    compute: Callable[..., ResultT], tensors: dict[str, Any], *, group: Any, **place: Any
+    compute: Callable[..., ResultT], tensors: dict[str, Any], division: Division
 ) -> tuple[ShardedCall, ResultT]:
     """Return this rank's part of a call, and what `compute` makes of its tensors and its shard.
 
     `tensors` are those of `sharded_call`.
     """
-    with telling_errors(tensors, group):
-        call = sharded_call(tensors, group=group, **place)
+    with telling_errors(tensors, division.group):
+        call = sharded_call(tensors, division)
         return call, compute(**call.tensors, shard=call.shard)
 
 
@@ -91,20 +101,13 @@ def _group_of(weight: Any, group: Any) -> Any:
     return mesh.get_group(places[0]) if len(places) == 1 else None
 
 
-def sharded_call(
-    tensors: dict[str, Any],
-    *,
-    group: Any = None,
-    first_class: int | None = None,
-    num_classes: int | None = None,
-    tokens_sharded: bool = False,
-    segments: int | None = None,
-) -> ShardedCall:
+def sharded_call(tensors: dict[str, Any], division: Division) -> ShardedCall:
     """Return this rank's part of a call; that of a head that is not sharded is the call itself.
 
     `tensors` are the arguments in TENSORS, by name, and those with an entry for each row; those
     that are not given are None.
     """
+    group, first_class, num_classes, tokens_sharded, segments = division
     numbers = (first_class, num_classes, segments)
     named = group is not None or numbers != (None, None, None) or tokens_sharded
     if not named and not any(map(is_dtensor, tensors.values())):
@@ -118,9 +121,9 @@ def sharded_call(
             )
         call = _of_dtensors(tensors, num_classes, tokens_sharded)
     elif group is not None:
-        call = _of_group(tensors, group, first_class, num_classes, tokens_sharded)
+        call = _of_group(tensors, division)
     else:
-        call = _of_one_process(tensors, first_class, num_classes, tokens_sharded, segments)
+        call = _of_one_process(tensors, division)
     if call.shard is None:
         return call
     shard = call.shard._replace(segments=segments or 0)
@@ -138,13 +141,8 @@ def _check_numbers(first_class: Any, num_classes: Any, segments: Any) -> None:
             raise ArgumentError(f"{name} must be at least {lowest}, got {number}")
 
 
-def _of_one_process(
-    tensors: dict[str, Any],
-    first_class: int | None,
-    num_classes: int | None,
-    tokens_sharded: bool,
-    segments: int | None,
-) -> ShardedCall:
+def _of_one_process(tensors: dict[str, Any], division: Division) -> ShardedCall:
+    _, first_class, num_classes, tokens_sharded, segments = division
     if first_class is not None or num_classes is not None or tokens_sharded:
         raise ArgumentError(
             "group must be given with first_class, num_classes or tokens_sharded, or linear_weight be a "
@@ -162,15 +160,10 @@ def _of_one_process(
     return ShardedCall(tensors, VocabShard(num_classes=weight.shape[0]))
 
 
-def _of_group(
-    tensors: dict[str, Any],
-    group: Any,
-    first_class: int | None,
-    num_classes: int | None,
-    tokens_sharded: bool,
-) -> ShardedCall:
+def _of_group(tensors: dict[str, Any], division: Division) -> ShardedCall:
     import torch.distributed as dist
 
+    group, first_class, num_classes, tokens_sharded, _ = division
     if not isinstance(group, dist.ProcessGroup):
         raise ArgumentTypeError(
             f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}; "

@@ -209,7 +209,7 @@ def _compute_both(
     if compute is gradients_by_row or not needs_grad.some:
         return
     if compute is _loss_and_outputs:
-        _finish(outputs, plan.call(head), plan.backend)
+        _finish(outputs, plan.call(head))
         return
     log_probs = plan.call_kind.log_probs
     statistics = outputs[4:] if log_probs else outputs[1:]
@@ -219,13 +219,12 @@ def _compute_both(
 
 
 def _of_positions_and_finish(call: Call, labels: Labels) -> None:
-    outputs = _of_positions(call, labels)
-    _finish(outputs, call, backend_of(call.options.engine))
+    _finish(_of_positions(call, labels), call)
 
 
-def _finish(outputs: Sequence[Tensor], call: Call, backend: str) -> None:
+def _finish(outputs: Sequence[Tensor], call: Call) -> None:
     """Finish the gradients that a mean or sum has formed, as its backward pass does."""
-    loss, *gradients = outputs
+    (loss, *gradients), backend = outputs, backend_of(call.options.engine)
     finish_eagerly(zip(gradients[::2], gradients[1::2], call.trained), loss, backend, in_place=True)
 
 
