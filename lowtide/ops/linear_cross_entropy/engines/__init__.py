@@ -1,7 +1,8 @@
 """Compute the loss and its gradients from chunks of rows, in bounded memory.
 
 There are four engines. Each derives from LossEngine, and none imports another one's class. The two
-engines of exponentials have a second class, for a head whose classes are on several ranks.
+engines of exponentials have a second class, for a head whose classes are on several ranks. That of
+logits has one for few tokens.
 
 spec.py in an engine's folder says which calls the engine runs and how many bytes it holds.
 operator/planner.py chooses the engine of a call, and operator/ops.py creates it.

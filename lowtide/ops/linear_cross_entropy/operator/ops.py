@@ -155,10 +155,6 @@ def loss_and_gradients(
 
     With a factor, return the sum of the losses, and its gradients times the factor.
     """
-    if plan.one_product_of_logits:
-        from lowtide.ops.linear_cross_entropy.engines.logits import one_product
-
-        return one_product.loss_and_gradients(plan, head, labels, factor)
     engine, denominator, gradients = _engine(plan, head, labels), None, None
     if factor is None and plan.options.reduction == "mean":
         denominator, factor = engine.rows.mean(labels.normalizer)
@@ -308,6 +304,8 @@ def _engine(plan: Plan, *operands: Any) -> LossEngine:
         from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.engine import (
             CpuExponentialsEngine as kind,
         )
+    elif plan.one_product_of_logits:
+        from lowtide.ops.linear_cross_entropy.engines.logits.one_product import OneProductEngine as kind
     else:
         from lowtide.ops.linear_cross_entropy.engines.logits.engine import LogitsEngine as kind
     return kind(plan, *operands)

@@ -24,22 +24,15 @@ from torch import Tensor
 
 from lowtide.core.kernels.backend import next_power_of_2
 from lowtide.core.kernels.launch import remember_launches
-from lowtide.core.matmul import Operand, blocks, product, product_of_rows, rows_of
+from lowtide.core.matmul import blocks, product, product_of_rows, rows_of
 from lowtide.core.pending_gradient import PendingGradient
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
-from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
-    LogitTransform,
-    SoftmaxStats,
-    TileColumns,
-)
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, as_sums
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
 from lowtide.ops.linear_cross_entropy.engines.logits.spec import rows_in_gradient
-from lowtide.ops.linear_cross_entropy.engines.row_loss import as_vector
-from lowtide.ops.linear_cross_entropy.engines.row_loss_triton import TritonRowLoss
+from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, padded_classes
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import even_rows
-from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 
 WIDTH, WARPS = 4096, 4
 
@@ -69,49 +62,39 @@ def _apply_factor_kernel(
             tl.store(dx_ND_ptr + own, sum_d.to(dx_ND_ptr.dtype.element_ty), mask=inside)
 
 
-def loss_and_gradients(
-    plan: Plan, head: Head, labels: Labels, factor: Tensor | None = None
-) -> tuple[Tensor, Gradients]:
-    """Return the mean or sum of the rows' losses, and its gradients.
+class OneProductEngine(LossEngine):
+    """Compute what LossEngine does, for a mean or sum whose dW is a single GEMM."""
 
-    With a factor, return the sum of the losses, and its gradients times the factor.
-    """
-    (input,), (weight_VD,), dtype = head.inputs, head.weights, plan.compute_dtype
-    rows, kind, device = TritonRowLoss(plan, head, labels), input.device.type, input.device
-    N, (V, D) = rows.M, weight_VD.shape
-    x_ND = Operand(input, weight_VD, dtype, plan.copies_rows[0], None).rows(slice(0, N))
-    denominator = None
-    if factor is None and plan.options.reduction == "mean":
-        denominator, factor = rows.mean(labels.normalizer)
-    elif factor is None:
-        factor = rows.one()
-    scaled = factor if head.scale is None else factor * head.scale.to(plan.sum_dtype)
+    def forward(self, factor: Tensor) -> tuple[SoftmaxStats, Gradients]:
+        plan, head, (operand,), device = self.plan, self.head, self.operands, self.device
+        weight_VD, dtype, kind = operand.weight_VD, plan.compute_dtype, device.type
+        N, (V, D), x_ND = self.M, weight_VD.shape, operand.rows(slice(0, self.M))
+        scaled = factor if head.scale is None else factor * head.scale.to(plan.sum_dtype)
 
-    coefs, stats = rows.coefs(), rows.empty_stats(SoftmaxStats)
-    bias_V, scale = as_vector(head.bias, plan.sum_dtype), as_vector(head.scale, plan.sum_dtype)
-    columns = TileColumns(0, LogitTransform(bias_V, scale, plan.options.softcap), rows.class_weight_V)
-    dw_VD = torch.empty((V, D), dtype=dtype, device=device)
-    memory, width = as_sums(dw_VD, plan.sum_dtype), padded_classes(V, kind)
-    g_NV = torch.empty((N, width), dtype=dtype, device=device)
-    g_NV = g_NV if width == V else g_NV[:, :V]
-    for chunk in blocks(N, even_rows(rows_in_gradient(V, D, kind), N, ROW_TILE[kind])):
-        z_CV = memory.as_strided((chunk.stop - chunk.start, V), (width, 1))
-        product(z_CV, rows_of(x_ND, chunk), weight_VD.t())
-        softmax_gradient_into(
-            rows_of(g_NV, chunk), z_CV, coefs[chunk], stats[chunk], columns, take_stats=True
-        )
-    sum_ND = dx_ND = None
-    if plan.needs_grad.inputs[0]:
-        sum_ND = memory.as_strided((N, D), (D, 1))
-        dx_ND = torch.empty((N, D), dtype=dtype, device=device)
-        product_of_rows(sum_ND, g_NV, weight_VD)
-    scaled_ND = torch.empty((N, D), dtype=dtype, device=device)
-    share = float(max(N, 1)) if plan.options.reduction == "mean" else 1.0
-    if N:
-        _apply_factor_kernel[(N,)](
-            x_ND, coefs.ignored_N, scaled, scaled_ND, sum_ND, dx_ND, x_ND.stride(0), D, share,
-            BLOCK=min(WIDTH, next_power_of_2(D)), num_warps=WARPS,
-        )  # fmt: skip
-    product(dw_VD, g_NV.t(), scaled_ND, scale=1 / share)
-    dx = None if dx_ND is None else PendingGradient(dx_ND, scaled)
-    return rows.total_loss(stats, denominator), Gradients((dx,), (PendingGradient(dw_VD, scaled),))
+        coefs, stats = self.rows.coefs(), self.rows.empty_stats(SoftmaxStats)
+        columns = TileColumns(0, self.transform, self.class_weight_V)
+        dw_VD = torch.empty((V, D), dtype=dtype, device=device)
+        memory, width = as_sums(dw_VD, plan.sum_dtype), padded_classes(V, kind)
+        g_NV = torch.empty((N, width), dtype=dtype, device=device)
+        g_NV = g_NV if width == V else g_NV[:, :V]
+        for chunk in blocks(N, even_rows(rows_in_gradient(V, D, kind), N, ROW_TILE[kind])):
+            z_CV = memory.as_strided((chunk.stop - chunk.start, V), (width, 1))
+            product(z_CV, rows_of(x_ND, chunk), weight_VD.t())
+            softmax_gradient_into(
+                rows_of(g_NV, chunk), z_CV, coefs[chunk], stats[chunk], columns, take_stats=True
+            )
+        sum_ND = dx_ND = None
+        if plan.needs_grad.inputs[0]:
+            sum_ND = memory.as_strided((N, D), (D, 1))
+            dx_ND = torch.empty((N, D), dtype=dtype, device=device)
+            product_of_rows(sum_ND, g_NV, weight_VD)
+        scaled_ND = torch.empty((N, D), dtype=dtype, device=device)
+        share = float(max(N, 1)) if plan.options.reduction == "mean" else 1.0
+        if N:
+            _apply_factor_kernel[(N,)](
+                x_ND, coefs.ignored_N, scaled, scaled_ND, sum_ND, dx_ND, x_ND.stride(0), D, share,
+                BLOCK=min(WIDTH, next_power_of_2(D)), num_warps=WARPS,
+            )  # fmt: skip
+        product(dw_VD, g_NV.t(), scaled_ND, scale=1 / share)
+        dx = None if dx_ND is None else PendingGradient(dx_ND, scaled)
+        return stats, Gradients((dx,), (PendingGradient(dw_VD, scaled),))
