@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
+from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, with_graph_facts
-from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
+from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from tests.support.budgets import (
     HALVES,
@@ -44,6 +45,7 @@ __all__ = [
     "Inputs",
     "Result",
     "budget",
+    "call_of_sizes",
     "check",
     "check_argmax",
     "check_log_probs",
@@ -273,15 +275,31 @@ def planned(inputs: Inputs, workspace: int | None, *, log_probs: bool = False, *
     leaves = [inputs.input, inputs.linear_weight, inputs.linear_bias, getattr(inputs, "logit_scale", None)]
     head = Head((inputs.input,), (inputs.linear_weight,), *leaves[2:])
     x, w, bias, scale = (leaf is not None and leaf.requires_grad for leaf in leaves)
-    call_kind = CallKind(
-        NeedsGrad((x,), (w,), bias, scale),
-        log_probs,
-        inputs.target.dtype if inputs.target.is_floating_point() else None,
-        inputs.weight is not None,
-    )
     dtype = options.pop("compute_dtype", inputs.input.dtype)
     given = Options(workspace=workspace, compute_dtype=dtype, **options)
-    return make_plan(with_graph_facts(Call(head, given, call_kind)))
+    labels = Labels(inputs.target, inputs.weight)
+    return make_plan(with_graph_facts(call_of(head, labels, (x, w, bias, scale), given, log_probs=log_probs)))
+
+
+def call_of_sizes(
+    N: int,
+    D: int,
+    V: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    wanted: tuple[bool, bool] = (True, True),
+    log_probs: bool = False,
+    **options: Any,
+) -> Call:
+    """A call of tensors of these sizes, for the engine that would run it, in a FakeTensorMode.
+
+    `wanted` says whether the input and the weight get a gradient.
+    """
+    x, w = (torch.empty(size, D, dtype=dtype, device=device) for size in (N, V))
+    labels = Labels(torch.empty(N, dtype=torch.long, device=device))
+    given, needs_grad = Options(**{"compute_dtype": dtype} | options), (*wanted, False, False)
+    return with_graph_facts(call_of(Head((x,), (w,)), labels, needs_grad, given, log_probs=log_probs))
 
 
 def workspace_for(inputs: Inputs, accept: Callable[[Plan], bool], **options: Any) -> int:

@@ -8,11 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.kernels import backend
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import remembered, requirements
 from tests.support.extended import all_extended_but
+from tests.support.loss import call_of_sizes
 
 pytest.importorskip("triton")
 
@@ -24,18 +23,12 @@ def hopper(monkeypatch):
     monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: True)
 
 
-def choice(N, D, V, *, wanted=(True, True), dtype=torch.bfloat16, log_probs=False, **options):
+def choice(N, D, V, **options):
     """The engine, how it forms dW, why it is not that of exponentials, and the bytes it holds."""
     with FakeTensorMode():
-        head = Head(
-            (torch.empty(N, D, dtype=dtype, device="cuda"),), (torch.empty(V, D, dtype=dtype, device="cuda"),)
-        )
-        target = torch.empty(N, dtype=torch.long, device="cuda")
-        given, grads = Options(compute_dtype=dtype, **options), (*wanted, False, False)
-        call = call_of(head, Labels(target), grads, given, log_probs=log_probs)
-        reasons, told = planner.choose_engine(call).reasons, planner.with_graph_facts(call)
-        made = planner.make_plan(told)
-        return made.engine, made.weight_gradient, reasons, planner.peak_bytes(told)
+        call = call_of_sizes(N, D, V, **options)
+        made, reasons = planner.make_plan(call), planner.choose_engine(call).reasons
+        return made.engine, made.weight_gradient, reasons, planner.peak_bytes(call)
 
 
 # Shapes that were measured on an H200 (decision 0062), by the time of one call.
@@ -91,11 +84,8 @@ def test_other_cards(monkeypatch):
 
 def predicted(engine, N, D, V):
     with FakeTensorMode():
-        x, w = (torch.empty(size, D, dtype=torch.bfloat16, device="cuda") for size in (N, V))
-        head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long, device="cuda")
-        given, grads = Options(compute_dtype=torch.bfloat16), (True, True, False, False)
-        told = planner.with_graph_facts(call_of(head, Labels(target), grads, given, log_probs=False))
-        return planner._few_tokens_seconds(told._replace(options=told.options._replace(engine=engine)))
+        call = call_of_sizes(N, D, V)
+        return planner._few_tokens_seconds(call._replace(options=call.options._replace(engine=engine)))
 
 
 def test_predicted_seconds():
@@ -190,11 +180,8 @@ def test_many_tokens_take_a_sum_in_several_chunks_alone(monkeypatch, shape, way)
 def test_small_call_is_one_chunk(N, D, V):
     """A small call has a sum in 24 bits; by 20 each further chunk would round what it adds."""
     with FakeTensorMode():
-        tensors = [torch.empty(rows, D, dtype=torch.bfloat16, device="cuda") for rows in (N, V)]
-        head, target = Head((tensors[0],), (tensors[1],)), torch.empty(N, dtype=torch.long, device="cuda")
-        given, grads = Options(compute_dtype=torch.bfloat16), (True, True, False, False)
-        told = planner.with_graph_facts(call_of(head, Labels(target), grads, given, log_probs=False))
-        made, held = planner.make_plan(told), planner.peak_bytes(told)
+        call = call_of_sizes(N, D, V)
+        made, held = planner.make_plan(call), planner.peak_bytes(call)
     assert (made.engine, made.weight_gradient, made.rows) == ("exponentials", "packed", N)
     assert made.sum_bits == 24
     dense = max(6 * N * V - 2 * (N + V) * D, 2 * N * V)
@@ -207,10 +194,6 @@ def test_small_call_is_one_chunk(N, D, V):
 def test_no_sum_in_20_bits_in_place_of_one_product(V, way):
     """A call without room for one chunk and a sum in 24 bits takes one product of logits."""
     with FakeTensorMode():
-        x, w = (torch.empty(rows, 8192, dtype=torch.bfloat16, device="cuda") for rows in (1024, V))
-        head, target = Head((x,), (w,)), torch.empty(1024, dtype=torch.long, device="cuda")
-        given, grads = Options(compute_dtype=torch.bfloat16, label_smoothing=0.1), (True, True, False, False)
-        call = call_of(head, Labels(target), grads, given, log_probs=False)
-        made = planner.make_plan(planner.with_graph_facts(call))
+        made = planner.make_plan(call_of_sizes(1024, 8192, V, label_smoothing=0.1))
     assert (made.engine, made.weight_gradient) == way
     assert (made.rows, made.sum_bits) == (1024, 24)

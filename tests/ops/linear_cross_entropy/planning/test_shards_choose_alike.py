@@ -10,12 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.bfloat16_units import gemm
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import requirements
 from lowtide.ops.linear_cross_entropy.ranks.agreement import Agreement
 from tests.support.extended import all_extended_but
+from tests.support.loss import call_of_sizes
 
 V, D = 128256, 1024
 SHARDS = (0, 1, 17, 4000, V // 2, V - 1, V)  # classes of a rank in uneven layouts: none, few, all
@@ -41,14 +40,10 @@ def device(request, monkeypatch):
     return request.param
 
 
-def plan_of(device, N, V_r, *, log_probs=False, wanted=(True, True), dtype=torch.bfloat16, **options):
+def plan_of(device, N, V_r, **options):
     """The plan of a rank with so many tokens and classes, in a workspace with room for any."""
     with FakeTensorMode():
-        x, w = (torch.empty(size, D, dtype=dtype, device=device) for size in (N, V_r))
-        head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long, device=device)
-        given, grads = Options(compute_dtype=dtype, **options), (*wanted, False, False)
-        call = call_of(head, Labels(target), grads, given, log_probs=log_probs)
-        return planner.make_plan(planner.with_graph_facts(call))
+        return planner.make_plan(call_of_sizes(N, D, V_r, device=device, **options))
 
 
 @pytest.mark.parametrize("options", all_extended_but(OPTIONS[:3], OPTIONS), ids=str)

@@ -8,13 +8,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.bfloat16_units import gemm
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import RoundedBlocks
 from lowtide.ops.linear_cross_entropy.operator import planner
-from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import memory_model, requirements
 from lowtide.ops.linear_cross_entropy.planning.division import sizes
-from tests.support.loss import HALVES, check, differentiate, fused, make_inputs, planned, workspace_for
+from tests.support.loss import (
+    HALVES,
+    call_of_sizes,
+    check,
+    differentiate,
+    fused,
+    make_inputs,
+    planned,
+    workspace_for,
+)
 
 BF16 = torch.bfloat16
 
@@ -83,10 +90,7 @@ def test_blocks_are_large_and_fit(monkeypatch, room):
     taken = 0
     for N, D, V in itertools.product((16, 64, 100, 300), (8, 64, 300, 2048), (8192, 30790, 50257)):
         with FakeTensorMode():
-            x, w = (torch.empty(size, D, dtype=BF16, requires_grad=True) for size in (N, V))
-            head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long)
-            options, grads = Options(compute_dtype=BF16), (True, True, False, False)
-            call = planner.with_graph_facts(call_of(head, Labels(target), grads, options, log_probs=False))
+            call = call_of_sizes(N, D, V, device="cpu")
             if room is not None:
                 _, _, counts = planner._memory(call)
                 given = call.options._replace(workspace=counts.one_chunk + room)

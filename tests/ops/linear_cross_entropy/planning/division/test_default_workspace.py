@@ -32,7 +32,7 @@ from lowtide.ops.linear_cross_entropy.planning.division.workspace import (
 from lowtide.tools.estimate.setting import Dtype, Loss, Setting
 from lowtide.tools.estimate.step import estimate
 from tests.support.extended import all_extended_but
-from tests.support.loss import interpreted
+from tests.support.loss import call_of_sizes, interpreted
 from tests.tools.estimate.conftest import TINY_LLAMA, config  # noqa: F401  a fixture
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -185,17 +185,16 @@ def test_plan_within_dense_on_cuda(backend, hopper, monkeypatch):
             dtype = rng.choice([torch.float32, *HALVES])
             compute_dtype = rng.choice([dtype, dtype, torch.bfloat16])
             wanted = rng.choice([(True, True), (True, False), (False, True), (False, False)])
-            x, w = (torch.empty(length, D, dtype=dtype, device="cuda") for length in (N, V))
-            target = torch.empty(N, dtype=torch.long, device="cuda")
-            options, grads = Options(compute_dtype=compute_dtype, backend=backend), (*wanted, False, False)
-            call = call_of(Head((x,), (w,)), Labels(target), grads, options, log_probs=False)
+            options = {"compute_dtype": compute_dtype, "backend": backend}
+            call = call_of_sizes(N, D, V, dtype=dtype, wanted=wanted, **options)
+            (x,), (w,) = call.head.inputs, call.head.weights
             copies = w.numel() * compute_dtype.itemsize if dtype != compute_dtype else 0
             gradients = x.nbytes * wanted[0] + w.nbytes * wanted[1]
             element = 4 if copies else dtype.itemsize
             dense = max(3 * element * N * V - gradients, compute_dtype.itemsize * N * V)
             if not any(wanted):
                 dense = 2 * element * N * V
-            held = planner.peak_bytes(planner.with_graph_facts(call)) - copies
+            held = planner.peak_bytes(call) - copies
             assert held <= dense + OF_ONE_CHUNK["cuda"] + OF_A_NUMBER["cuda"] * (N + D + V)
             assert held <= DEFAULT_WORKSPACE["cuda"] + 4 * D * V
 
@@ -210,14 +209,9 @@ def test_plan_of_least_sizes_on_cuda(backend, hopper, log_probs, monkeypatch):
     with FakeTensorMode():
         for N, D, V in itertools.product((0, 1, 2, 300), (1, 8, 192), (1, 2, 7, 1000)):
             for dtype, wanted in itertools.product((torch.float32, *HALVES), (True, False)):
-                x, w = (torch.empty(length, D, dtype=dtype, device="cuda") for length in (N, V))
-                target = torch.empty(N, dtype=torch.long, device="cuda")
-                head = Head((x,), (w,))
-                grads = (True, wanted, False, False)
+                options = {"dtype": dtype, "wanted": (True, wanted), "log_probs": log_probs}
                 for workspace in (None, 8519, 1 << 20):
-                    options = Options(compute_dtype=dtype, backend=backend, workspace=workspace)
-                    call = call_of(head, Labels(target), grads, options, log_probs=log_probs)
-                    call = planner.with_graph_facts(call)
+                    call = call_of_sizes(N, D, V, **options, backend=backend, workspace=workspace)
                     too_small = contextlib.suppress(ArgumentError) if workspace else contextlib.nullcontext()
                     with too_small:
                         plan = planner.make_plan(call)
@@ -228,15 +222,8 @@ def test_large_call_keeps_default(monkeypatch):
     """The default is then what it was: the dense computation would hold far more."""
     with FakeTensorMode():
         for device, whole in (("cpu", 64 * MIB), ("cuda", 1024 * MIB + 4 * 4096 * 128256)):
-            x, w = (
-                torch.empty(length, 4096, dtype=torch.bfloat16, device=device) for length in (8192, 128256)
-            )
-            target = torch.empty(8192, dtype=torch.long, device=device)
-            head = Head((x,), (w,))
-            grads = True, True, False, False
-            options = Options(compute_dtype=torch.bfloat16, backend="torch")
-            call = call_of(head, Labels(target), grads, options, log_probs=False)
-            assert planner.make_plan(planner.with_graph_facts(call)).workspace == whole
+            call = call_of_sizes(8192, 4096, 128256, device=device, backend="torch")
+            assert planner.make_plan(call).workspace == whole
 
 
 NEEDS_GRAD = 4 + len(Labels._fields)  # the place of this argument of the operator
@@ -369,11 +356,7 @@ def test_estimate_of_small_model(config, classes, length, dtype, device):  # noq
 def test_small_call_chunk_sizes(dtype, N, D, V):
     """Such plans were 10 to 100 times slower than with the whole default."""
     with FakeTensorMode():
-        x, w = (torch.empty(length, D, dtype=dtype) for length in (N, V))
-        head, target = Head((x,), (w,)), torch.empty(N, dtype=torch.long)
-        options, grads = Options(compute_dtype=dtype, backend="torch"), (True, True, False, False)
-        call = call_of(head, Labels(target), grads, options, log_probs=False)
-        made = planner.make_plan(planner.with_graph_facts(call))
+        made = planner.make_plan(call_of_sizes(N, D, V, dtype=dtype, device="cpu", backend="torch"))
     assert made.rows >= min(N, max(32, N // 64))
     if made.weight_gradient == "class_blocks":
         assert made.block_rows >= min(N, 32)

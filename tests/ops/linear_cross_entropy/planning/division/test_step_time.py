@@ -1,17 +1,15 @@
 """The predicted time of a step, beside what was measured on an H200 (decision 0064)."""
 
 import pytest
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide.core.kernels import backend
-from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.planning import requirements
-from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad
 from lowtide.ops.linear_cross_entropy.planning.division import cost_model, sizes
 from lowtide.ops.linear_cross_entropy.planning.division.step_time import step_seconds
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
+from tests.support.loss import call_of_sizes
 
 pytest.importorskip("triton")
 
@@ -25,11 +23,7 @@ def hopper(monkeypatch):
 
 
 def call(N, D, V, workspace, wanted=(True, True)):
-    x, w = (torch.empty(size, D, dtype=torch.bfloat16, device="cuda") for size in (N, V))
-    needs_grad = NeedsGrad((wanted[0],), (wanted[1],), False, False)
-    head, call_kind = Head((x,), (w,)), CallKind(needs_grad, False, None, False)
-    options = Options(compute_dtype=torch.bfloat16, workspace=workspace)
-    return planner.with_graph_facts(Call(head, options, call_kind))
+    return call_of_sizes(N, D, V, workspace=workspace, wanted=wanted)
 
 
 # Sizes in the order of Tiling's fields after the weight's, and ms of a step on an H200.
