@@ -260,18 +260,8 @@ class TritonRowLoss(RowLoss):
         """
         return self._empty(()) if normalizer is None else normalizer, self._empty(())
 
-    def results(self, stats: RowStats) -> tuple[list[Tensor], list[Tensor]]:
-        return row_results_triton.results(self, stats)
-
-    def log_prob_coefs(
-        self,
-        stats: RowStats,
-        grad_log_prob_N: Tensor | None,
-        grad_entropy_N: Tensor | None,
-        grad_logsumexp_N: Tensor | None,
-    ) -> RowCoefs:
-        upstream = grad_log_prob_N, grad_entropy_N, grad_logsumexp_N
-        return row_results_triton.log_prob_coefs(self, stats, upstream)
+    results = row_results_triton.results
+    log_prob_coefs = row_results_triton.log_prob_coefs
 
     def loss_N(self, stats: RowStats) -> Tensor:
         loss_N = self.vector()

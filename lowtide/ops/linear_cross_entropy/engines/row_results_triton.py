@@ -118,13 +118,14 @@ def results(rows: RowLoss, stats: RowStats) -> tuple[list[Tensor], list[Tensor]]
 
 
 def log_prob_coefs(
-    rows: RowLoss, stats: RowStats, upstream: tuple[Tensor | None, Tensor | None, Tensor | None]
+    rows: RowLoss,
+    stats: RowStats,
+    grad_log_prob_N: Tensor | None,
+    grad_entropy_N: Tensor | None,
+    grad_logsumexp_N: Tensor | None,
 ) -> RowCoefs:
-    """Return the coefficients of the gradient, as RowLoss does.
-
-    `upstream` holds the gradients of log-probability, entropy and log-sum-exp.
-    """
-    _, grad_entropy_N, grad_logsumexp_N = upstream
+    """Return the coefficients of the gradient, as RowLoss does."""
+    upstream = grad_log_prob_N, grad_entropy_N, grad_logsumexp_N
     target_coef_N, softmax_coef_N, entropy_coef_N = rows.vector(), None, None
     if grad_entropy_N is not None:
         entropy_coef_N = rows.vector()

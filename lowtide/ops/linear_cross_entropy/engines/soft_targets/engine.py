@@ -62,23 +62,11 @@ class SoftTargetsEngine(LossEngine):
         return g_CV
 
     def tile_gradient_(
-        self,
-        logits_CB: Tensor,
-        coefs: RowCoefs,
-        stats: Any,
-        columns: TileColumns,
-        *,
-        take_stats: bool = False,
-        gradient: bool = True,
-        bias_sum_B: Tensor | None = None,
+        self, logits_CB: Tensor, coefs: RowCoefs, stats: Any, columns: TileColumns, **defaults: Any
     ) -> Any:
-        dtype = self.plan.compute_dtype if gradient else None
-        options: dict[str, Any] = {
-            "take_stats": take_stats,
-            "gradient_dtype": dtype,
-            "bias_sum_B": bias_sum_B,
-        }
-        return softmax_gradient_(logits_CB, coefs, stats, columns, **options)
+        assert not defaults, "only the walk over classes takes tiles of logits"
+        dtype = self.plan.compute_dtype
+        return softmax_gradient_(logits_CB, coefs, stats, columns, take_stats=False, gradient_dtype=dtype)
 
 
 def distances(terms: Sequence[tuple[Tensor, Tensor]], columns: TileColumns, out_CV: Tensor | None) -> Tensor:
