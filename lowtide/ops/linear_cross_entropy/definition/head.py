@@ -238,7 +238,7 @@ class Options(NamedTuple):
     that, and in a graph.
     """
     compute_dtype: torch.dtype = torch.float32
-    """The dtype of the products' operands: the input's, or autocast's; see also Plan."""
+    """The dtype of the products' operands: the input's, or autocast's; see also OperandAccess."""
     workspace: int | None = None
     backend: str = "auto"
     # The fields of VocabShard.

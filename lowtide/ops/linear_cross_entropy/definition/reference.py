@@ -82,7 +82,7 @@ def flat(head: Head, options: Options) -> Head:
     """
 
     def exact(tensor: Tensor) -> Tensor:
-        rounded = tensor.to(options.compute_dtype) if tensor.is_cuda else tensor  # see Plan.compute_dtype
+        rounded = tensor.to(options.compute_dtype) if tensor.is_cuda else tensor  # see OperandAccess
         return rounded.to(options.sum_dtype)
 
     return Head(

@@ -47,7 +47,7 @@ class LossEngine(Engine):
         )
         operands = [
             Operand(input, weight, plan.compute_dtype, copies, kept_rows)
-            for input, weight, copies in zip(head.inputs, head.weights, plan.copies_rows)
+            for input, weight, copies in zip(head.inputs, head.weights, plan.access.copies_rows)
         ]
         super().__init__(plan, operands, self.rows.M, head.classes, kept_rows)
         self.order, self.cleared_N = self.rows.order, self.rows.cleared_N

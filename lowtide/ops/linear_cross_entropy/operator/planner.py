@@ -184,9 +184,7 @@ def make_plan(call: Call) -> Plan:
         options=call.options,
         call_kind=call.call_kind,
         workspace=workspace,
-        compute_dtype=access.dtype,
-        copies_rows=access.copies_rows,
-        scales_in_gradient=access.scales_in_gradient,
+        access=access,
         **vars(tiling),
     )
 

@@ -9,8 +9,8 @@ tiling           the sizes of chunks and blocks, and the ways to form the weight
 byte_counts      the bytes that each part of a call takes
 weight_gradient  how the weight gradient is formed
 call             what a call computes from a head; the names of the engines
-plan             the plan of a call: every decision about it
 operands         how an engine reads its operands
+plan             the plan of a call: every decision about it
 remembered       remember decisions about a call, and use them again for calls that are alike
 requirements     the requirements on device and layouts that several engines share
 call_memory      the bytes of the dense computation, and those that a K-dimensional loss adds

@@ -27,14 +27,18 @@ class OperandAccess(NamedTuple):
     """Hold how an engine reads its operands; a tuple has one flag per linear term."""
 
     dtype: torch.dtype
-    """Dtype of the GEMM operands."""
+    """Dtype of the GEMM operands.
+
+    This is the options' dtype. For half precision on the CPU it is float32, except in the engines
+    that use its bfloat16 units.
+    """
     copies_rows: tuple[bool, ...]
     """True if a chunk of the input is copied, because of its dtype or its strides."""
     scales_in_gradient: tuple[bool, ...]
     """True if a chunk's rows of X, scaled for dW, can lie in the memory of its rows of dX.
 
-    For a sharded head they cannot: its rows of dX are computed before dW, and are summed over the
-    ranks while dW is computed.
+    See exponentials/linear_term.py. For a sharded head they cannot: its rows of dX are computed
+    before dW, and are summed over the ranks while dW is computed.
     """
 
 

@@ -8,6 +8,7 @@ import torch
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
 from lowtide.ops.linear_cross_entropy.planning.call import Call, CallKind, NeedsGrad, backend_of
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling, WeightGradient
 
 if TYPE_CHECKING:
@@ -22,19 +23,7 @@ class Plan(Tiling):
     call_kind: CallKind
     workspace: int
     """Bytes that the call may hold beyond inputs, outputs and gradients."""
-    compute_dtype: torch.dtype
-    """Dtype of the GEMM operands.
-
-    This is the options' dtype. For half precision on the CPU it is float32, except in the engines
-    that use its bfloat16 units.
-    """
-    copies_rows: tuple[bool, ...]
-    """One flag per term: True if a chunk of the input is copied, for its dtype or its strides."""
-    scales_in_gradient: tuple[bool, ...]
-    """One flag per term: True if a chunk's rows, scaled for dW, fit in the memory of its dX.
-
-    See exponentials/linear_term.py.
-    """
+    access: OperandAccess
     agreement: "Agreement | None" = None
     """Holds what the ranks agreed on, if the head is sharded."""
 
@@ -77,6 +66,11 @@ class Plan(Tiling):
         divides = self.weight_gradient == "single_product" and not whole
         way: WeightGradient = "class_blocks" if divides else self.weight_gradient
         return replace(self, rows=agreement.rows, weight_gradient=way, agreement=agreement)
+
+    @functools.cached_property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype of the GEMM operands."""
+        return self.access.dtype
 
     @functools.cached_property
     def sum_dtype(self) -> torch.dtype:

@@ -71,7 +71,7 @@ def test_row_bytes_beside_exponentials(N, D, V, dtype, kind, rows, product_rows,
     whose products fill the waves of a card (predicted.py)."""
     made, held = planned_on_hopper(monkeypatch, N, D, V, dtype, 1 << 30)
     assert made.exponentials
-    assert made.scales_in_gradient == (True,)
+    assert made.access.scales_in_gradient == (True,)
     assert (made.weight_gradient, made.rows, made.product_rows) == (kind, rows, product_rows)
     copies = 2 * V * D if dtype == torch.float32 else 0
     beside = V * D // 2 if kind == "packed" else 0

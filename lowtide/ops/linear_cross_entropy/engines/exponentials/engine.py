@@ -187,7 +187,7 @@ class ExponentialsEngine(ExponentialsStatistics):
         sum_BD = self.buffer(plan.block_classes, operand.D)
         memory, stored = self._memory(gradients, plan.rows), self._stored_rows(gradients)
         again = ExponentialsMemory(self._exponentials_buffer(plan.block_rows, plan.block_classes), self.V)
-        at_once = plan.rows if any(plan.copies_rows) else max(1, self.M - stored.start)
+        at_once = plan.rows if any(plan.access.copies_rows) else max(1, self.M - stored.start)
         in_turn = [*blocks(stored.start, plan.block_rows), *blocks(self.M, at_once, first=stored.start)]
         chunks = [(rows, coefs[rows], stats[rows], row_scale_N[rows]) for rows in in_turn]
         for classes in blocks(self.V, plan.block_classes):

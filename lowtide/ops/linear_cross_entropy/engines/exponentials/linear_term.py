@@ -68,7 +68,7 @@ class LinearTerm:
         # exponentials of all blocks are stored.
         self.product_CD: Tensor | None = None
         self.scaled_CD: Tensor | None = None  # scaled rows, if dX's memory cannot hold them
-        lacks_room = dx is None or not plan.scales_in_gradient[place]
+        lacks_room = dx is None or not plan.access.scales_in_gradient[place]
         gathers_chunks = plan.skips_ignored and (dx is None or plan.rows < dx.tensor.shape[0])
         if gathers_chunks or (lacks_room and sum is not None):
             self.scaled_CD = self._empty(plan.rows, plan.compute_dtype)

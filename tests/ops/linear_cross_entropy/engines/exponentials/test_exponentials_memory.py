@@ -90,7 +90,7 @@ def test_no_overwrite_of_needed_values(device, plans, kind, options, reduction, 
     assert made.exponentials
     if frozen != "linear_weight":
         assert made.weight_gradient == kind
-        assert made.scales_in_gradient == (frozen is None,) * len(widths)
+        assert made.access.scales_in_gradient == (frozen is None,) * len(widths)
         assert made.rows == N if kind == "single_product" else N % made.rows
     assert device == "cuda" or made.product_rows < made.rows
     found = {name: part.to(getattr(rounded, name, part).dtype) for name, part in found.items()}
@@ -109,9 +109,8 @@ def test_rows_in_float32_memory(device, start, monkeypatch):
     inputs = make_inputs(N, D, V, device=device, ignored=0)
     dx_ND, dw_VD = torch.full((N, D), 7.0, device=device), torch.empty(V, D, device=device)
     made = planned(inputs, None, backend="triton", compute_dtype=torch.bfloat16)
-    made = replace(
-        made, compute_dtype=torch.bfloat16, scales_in_gradient=(True,), weight_gradient="accumulate"
-    )
+    access = made.access._replace(dtype=torch.bfloat16, scales_in_gradient=(True,))
+    made = replace(made, access=access, weight_gradient="accumulate")
     operand = matmul.Operand(inputs.input.detach(), inputs.linear_weight.detach(), torch.bfloat16, True, None)
     dx, sum = PendingGradient(dx_ND, None, None), accumulators.TritonFloatSum(dw_VD)
     term = LinearTerm(operand, dx, sum, made, None, place=0, smoothing=False)
