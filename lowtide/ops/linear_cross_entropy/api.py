@@ -249,7 +249,7 @@ def linear_cross_entropy(
     if group is first_class is num_classes is segments is None and not tokens_sharded:
         call_options = reduction, ignore_index, label_smoothing, softcap, z_loss, workspace, backend
         known = signatures.signature(operands, *call_options)
-        remembered = None if known is None else signatures.run(known, operands)
+        remembered = signatures.run(known, operands)
         if remembered is not None:
             return remembered[0]
     tensors = operands._asdict()
@@ -268,8 +268,7 @@ def linear_cross_entropy(
         tensors,
         sharding.Division(group, first_class, num_classes, tokens_sharded, segments),
     )
-    if known is not None:
-        signatures.remember(known, operands, **options)
+    signatures.remember(known, operands, **options)
     return call.returned(loss, by_row=reduction == "none")
 
 

@@ -103,7 +103,7 @@ def linear_log_probs(
     }
     if group is first_class is num_classes is segments is None and not tokens_sharded:
         known = signatures.signature(operands, "log_probs", *options.values())
-        remembered = None if known is None else signatures.run(known, operands)
+        remembered = signatures.run(known, operands)
         if remembered is not None:
             return LogProbs(*remembered)
     call, found = sharding.run_sharded(
@@ -111,8 +111,7 @@ def linear_log_probs(
         operands._asdict(),
         sharding.Division(group, first_class, num_classes, tokens_sharded, segments),
     )
-    if known is not None:
-        signatures.remember(known, operands, log_probs=True, **options)
+    signatures.remember(known, operands, log_probs=True, **options)
     return LogProbs(*(call.returned(each, by_row=True) for each in found))
 
 

@@ -78,8 +78,7 @@ def _nan_where(differ: Tensor, head: Head, labels: Labels, options: Options) -> 
         labels = with_rows(labels, [target, *map(marked, others)])
     if labels.normalizer is not None:
         labels = labels._replace(normalizer=marked(labels.normalizer))
-    scale = None if head.scale is None else marked(head.scale)
-    return head.of([*head.inputs, *head.weights, head.bias, scale]), labels
+    return head if head.scale is None else head._replace(scale=marked(head.scale)), labels
 
 
 def facts_of(plan: Plan, head: Head, labels: Labels) -> dict[str, Any]:

@@ -87,18 +87,17 @@ def through(
     given = {name: each for name, each in options.items() if name not in others}
     plain = [each for name, each in given.items() if name != "shard"]
     known = signature(tensors, log_probs, *plain, *given["shard"])
-    found = None if known is None else run(known, tensors)
+    found = run(known, tensors)
     if found is not None:
         return found
     results = compute()
-    if known is not None:
-        remember(known, tensors, log_probs=log_probs, **given)
+    remember(known, tensors, log_probs=log_probs, **given)
     return results
 
 
-def run(known: Signature, tensors: Tensors) -> Sequence[Tensor] | None:
-    """Return the results, or None for a call that goes by the operators."""
-    entry = _calls.get(known)
+def run(known: Signature | None, tensors: Tensors) -> Sequence[Tensor] | None:
+    """Return the results, or None for a call that goes by the operators, as without a signature."""
+    entry = None if known is None else _calls.get(known)
     if entry is None:
         return None
     if not entry.is_current():
@@ -107,11 +106,11 @@ def run(known: Signature, tensors: Tensors) -> Sequence[Tensor] | None:
     return entry.run(tensors)
 
 
-def remember(known: Signature, tensors: Tensors, *, log_probs: bool = False, **options: Any) -> None:
-    """Remember a call that has been run, if kernels of Triton compute it."""
+def remember(known: Signature | None, tensors: Tensors, *, log_probs: bool = False, **options: Any) -> None:
+    """Remember a call that has been run, if it has a signature and kernels of Triton compute it."""
     if log_probs:
         options["reduction"] = "none"
-    if known not in _calls:
+    if known is not None and known not in _calls:
         keep(_calls, known, _entry(tensors, options, log_probs=log_probs))
 
 
