@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.ops.linear_cross_entropy import kinds
 from tests.support.loss import (
     HALVES,
     check,
@@ -34,14 +35,7 @@ KINDS = {
     "probabilities": ({"probabilities": True}, {}),
     "smoothed probabilities": ({"probabilities": True, "class_weight": True}, {"label_smoothing": 0.1}),
     "weighted z-loss": ({"class_weight": True}, {"z_loss": 0.3, "label_smoothing": 0.1}),
-    "all, classes": (
-        {"logit_scale": True, "bias": True, "class_weight": True},
-        {"softcap": 1.5, "z_loss": 0.3, "label_smoothing": 0.1},
-    ),
-    "all, probabilities": (
-        {"logit_scale": True, "bias": True, "class_weight": True, "probabilities": True},
-        {"softcap": 1.5, "z_loss": 0.3, "label_smoothing": 0.1},
-    ),
+    **{name: kinds.KINDS[name] for name in ("all, classes", "all, probabilities")},
 }
 
 
