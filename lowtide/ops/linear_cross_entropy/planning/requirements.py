@@ -79,7 +79,7 @@ def units_unsupported_reason(call: Call, backend: str, refused: Mapping[str, obj
         if applies:
             return reason
     fewest = fewest_weights(options.shard)
-    if classes_of_rank(weights[0], options.shard) * call.D < fewest:
+    if class_count_of_rank(weights[0], options.shard) * call.D < fewest:
         return f"it is for heads of {fewest} weights and more"
     return _cpu_products_refuse()
 
@@ -88,7 +88,7 @@ def uses_units(dtype: torch.dtype, weight_VD: Tensor, shard: VocabShard) -> bool
     """Return True if products in `dtype` with this weight use a CPU's bfloat16 units."""
     if weight_VD.device.type != "cpu" or not weight_VD.dtype == dtype == torch.bfloat16:
         return False
-    enough = classes_of_rank(weight_VD, shard) * weight_VD.shape[1] >= fewest_weights(shard)
+    enough = class_count_of_rank(weight_VD, shard) * weight_VD.shape[1] >= fewest_weights(shard)
     return enough and _cpu_products_refuse() is None
 
 
@@ -96,8 +96,8 @@ def fewest_weights(shard: VocabShard) -> int:
     return FEWEST_WEIGHTS * (OF_SHARDED if shard.num_classes else 1)
 
 
-def classes_of_rank(weight_VD: Tensor, shard: VocabShard) -> int:
-    """Return the classes by which all ranks choose alike, about those of one rank."""
+def class_count_of_rank(weight_VD: Tensor, shard: VocabShard) -> int:
+    """Return the number by which all ranks choose alike, about that of one rank's classes."""
     return shard.num_classes // shard.ranks if shard.num_classes else weight_VD.shape[0]
 
 
