@@ -10,7 +10,7 @@ from rich.console import Console
 from lowtide.cli.shared.parameters import MOST, MOST_TOKENS, output_file, picture_option, refuse_given
 from lowtide.cli.shared.parameters import workspace as workspace_option
 from lowtide.cli.shared.progress import progress
-from lowtide.tools.estimate.model import usual_dtype
+from lowtide.tools.estimate.model import departures, usual_dtype
 from lowtide.tools.estimate.report import draw, print_table
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.estimate.step import Result
@@ -96,6 +96,8 @@ def estimate(
         pairs = (list(each) for _, each in groupby(found, lambda result: result.estimate.setting))
     else:
         used = dtype or usual_dtype(model)
+        for departure in departures(model):
+            console.print(departure, soft_wrap=True)
         settings = (
             Setting(model, batch, each, used, optimizer, checkpointing, workspace, fsdp, shard_head, tp)
             for each in length or [8192]

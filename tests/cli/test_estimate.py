@@ -12,6 +12,7 @@ import torch
 
 from lowtide.cli import main
 from lowtide.cli.shared import progress
+from lowtide.tools.estimate.model import departures
 from lowtide.tools.estimate.offline import plain
 from lowtide.tools.estimate.setting import Dtype, Loss, Setting
 from lowtide.tools.estimate.step import estimate as estimated
@@ -203,7 +204,9 @@ def test_config_names_not_looked_up(tmp_path):
     assert "network" not in done.stderr
     assert "kernel" not in done.stdout + done.stderr
     assert "somebody" not in done.stdout + done.stderr
-    assert done.stdout == invoke(tmp_path / "plain", "--length", 16).stdout
+    departure, _, table = done.stdout.partition("\n")
+    assert "quantization_config is left out" in departure
+    assert table == invoke(tmp_path / "plain", "--length", 16).stdout
     # Requests that Transformers itself may still send to the hub are refused inside of it.
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -221,6 +224,17 @@ def test_config_names_removed_at_any_depth():
     )
     assert plain(nested) == kept
     assert plain({"attn_implementation": {"text_config": "somebody/kernel"}}) == {}
+
+
+def test_departures_from_the_config_are_told(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_LLAMA | {"architectures": ["LlamaForCausalLM"]}))
+    assert departures(str(config)) == []
+    other = {"quantization_config": {"load_in_4bit": True}, "architectures": ["LlamaForTokenClassification"]}
+    config.write_text(json.dumps(TINY_LLAMA | other))
+    quantized, classifier = departures(str(tmp_path))
+    assert quantized == f"{config}: quantization_config is left out; the estimate trains weights of --dtype"
+    assert classifier.endswith("of a causal language model, not of LlamaForTokenClassification")
 
 
 def test_frozen_parameter_has_no_gradient_or_state(tmp_path):

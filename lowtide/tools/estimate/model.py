@@ -31,6 +31,8 @@ from lowtide.tools.layers import checkpoint_layers
 BUILT_IN = {f"demo-{device}": sizes for device, sizes in SIZES.items()}
 BUILT_IN_CLASSES = 32_768
 FILE = "config.json"
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForVision2Seq", "ForMaskedLM")
+"""How Transformers ends the names of models with a head over the vocabulary."""
 MOST = {"vocab_size": 2**28, "hidden_size": 2**20, "num_hidden_layers": 10_000}
 
 
@@ -124,6 +126,20 @@ def _from_file(setting: Setting) -> EstimatedModel:
             raise UserError(f"{path}: {_reason(problem, kind, setting.length, text)}") from problem
 
     return EstimatedModel(module, loss, *sizes)
+
+
+def departures(model: str) -> list[str]:
+    """Return a sentence for each entry of a config.json that an estimate does not follow."""
+    if model in BUILT_IN:
+        return []
+    content, path = _read(Path(model))
+    found = []
+    if content.get("quantization_config"):
+        found.append(f"{path}: quantization_config is left out; the estimate trains weights of --dtype")
+    named = [name for name in content.get("architectures") or () if isinstance(name, str)]
+    if named and not any(name.endswith(LANGUAGE_MODELS) for name in named):
+        found.append(f"{path}: the estimate is of a causal language model, not of {', '.join(named)}")
+    return found
 
 
 def _size(config: Any, name: str) -> int:
