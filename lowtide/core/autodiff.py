@@ -38,6 +38,18 @@ def in_transform(*tensors: Tensor | None) -> bool:
     return in_forward_mode and any(forward_ad.unpack_dual(each).tangent is not None for each in given)
 
 
+def in_shape(result: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a fresh result in another shape, as no view of it.
+
+    FSDP waits for backward by hooks on results. A change in place of a view, as `loss *= mask`,
+    would drop them, and with them all gradients of the unit.
+    """
+    if result.shape == torch.Size(shape):
+        return result
+    reshaped: Tensor = torch.ops.aten._unsafe_view.default(result, shape)
+    return reshaped
+
+
 def is_differentiated(*grad_output: Tensor | None) -> bool:
     """Return True if backward is differentiated (create_graph) or its gradients are batched."""
     return not torch.compiler.is_compiling() and (torch.is_grad_enabled() or in_transform(*grad_output))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide.core.autodiff import in_shape
 from lowtide.core.kernels.devices import counted_as
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.deferred.recorded import expression
@@ -72,7 +73,7 @@ def by_rows(
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
         outputs = Rowwise(chunk, len(rows), results, chunk_size)(*rows, *classes, *scalars, *others)
-    return tuple(each.view((*shape, *each.shape[1:])) for each in outputs)
+    return tuple(in_shape(each, (*shape, *each.shape[1:])) for each in outputs)
 
 
 def cross_entropy(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.autodiff import in_shape
 from lowtide.core.checks import HALVES
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
@@ -111,7 +112,7 @@ def _loss(
             loss = normalized(loss, _tokens_per_rank(mesh, target, weight, ignore_index))
         loss = mean_of_losses(loss, mesh)
     loss = input.head_call.counts.on(loss, FUSED_LOSS)
-    return loss.view(input.rows) if options["reduction"] == "none" else loss
+    return in_shape(loss, input.rows) if options["reduction"] == "none" else loss
 
 
 def _raising_together(mesh: Any, target: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -171,7 +172,7 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     if head is None:
         return _reduced(input, dim, keepdim, lambda z_CV: z_CV.logsumexp(-1))
     target = torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=input.device)
-    result = _log_probs(head, target, input.head_call.workspace).logsumexp.view(input.rows)
+    result = in_shape(_log_probs(head, target, input.head_call.workspace).logsumexp, input.rows)
     return result.unsqueeze(place) if keepdim else result
 
 
@@ -188,7 +189,7 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
         if picked is None:
             picked = _picked_logits(node, flat, workspace)
         if picked is not None:
-            return picked.view(index.shape)
+            return in_shape(picked, index.shape)
     (result,) = _by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
     return result
 
@@ -235,7 +236,7 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
         flat = target.reshape(head.inputs[0].shape[:-1])
         results = _log_probs(head, flat, input.head_call.workspace)
         first = input.head_call.counts.on(results.log_prob, FUSED_LOSS)
-        return dispatch.LogProbs(*(each.view(input.rows) for each in results._replace(log_prob=first)))
+        return dispatch.LogProbs(*(in_shape(each, input.rows) for each in results._replace(log_prob=first)))
     log_p = input.float().log_softmax(-1)
     return dispatch.LogProbs(
         log_p.gather(-1, target[..., None])[..., 0],

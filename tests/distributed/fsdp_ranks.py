@@ -57,6 +57,19 @@ def by_log_probs(model, hidden, targets, normalizer):
     return -out.log_prob.sum() / normalizer
 
 
+def by_masked_rows(model, hidden, targets, normalizer):
+    """Masks losses in place, as training loops do: the hooks of FSDP2 on the result must stay."""
+    rows = lowtide.linear_cross_entropy(hidden, model.head.weight, targets, reduction="none")
+    rows *= targets != -100
+    return rows.sum() / normalizer
+
+
+def by_masked_logits(model, hidden, targets, normalizer):
+    rows = F.cross_entropy(model.head(hidden).transpose(1, 2), targets, reduction="none")
+    rows *= targets != -100
+    return rows.sum() / normalizer
+
+
 def by_chunks(model, hidden, targets, normalizer):
     return lowtide.chunked_loss(summed, model.head, hidden, targets, chunk_size=4, normalizer=normalizer)
 
@@ -94,6 +107,8 @@ LOSSES = {
     "chunked": by_chunks,
     "deferred": by_logits,
     "deferred by chunks": by_shifted_logits,
+    "deferred rows": by_masked_logits,
+    "masked rows": by_masked_rows,
     "eager": by_logits,
     "module": by_module,
     "full_tensor": by_full_tensor,

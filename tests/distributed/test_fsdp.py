@@ -28,6 +28,8 @@ ONCE = [
     *("deferred, root, default, bias", "deferred, root, default, accumulated, no reshard"),
     *("deferred, root, kept, outside, bias", "deferred by chunks, root, kept, outside, bias"),
     *("chunked, own, default, adapted", "deferred, own, kept, adapted", "deferred, root, default, adapted"),
+    *("masked rows, own, kept, outside", "masked rows, root, default, outside"),
+    *("deferred rows, root, kept, outside",),
 ]
 TWICE = [
     *("parameter, own, reshard", "parameter, root, reshard"),

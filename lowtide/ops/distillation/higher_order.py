@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.core.autodiff import differentiable_gradients, without_autocast
+from lowtide.core.autodiff import differentiable_gradients, in_shape, without_autocast
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.ops.distillation import divergences
 from lowtide.ops.distillation.heads import DistillationOptions, Heads, Side
@@ -93,7 +93,7 @@ def _losses(heads: Heads, options: DistillationOptions) -> Tensor:  # [C]
 def _reduced(loss_N: Tensor, heads: Heads, options: DistillationOptions) -> Tensor:
     """Reduce the losses of the rows as the options say."""
     if options.reduction == "none":
-        return loss_N.view(heads.leading)
+        return in_shape(loss_N, heads.leading)
     if options.reduction == "sum":
         return loss_N.sum()
     if heads.ignored is None:

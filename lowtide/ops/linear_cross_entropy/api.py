@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lowtide.core.autodiff import in_shape
 from lowtide.core.errors import advises
 from lowtide.core.fsdp import gathers_head
 from lowtide.ops.linear_cross_entropy import dispatch, positions, sharding
@@ -277,7 +278,7 @@ def _loss(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) 
     if isinstance(linear_weight, Tensor) and linear_weight.dim() > 2:
         loss = dispatch.run(*positions.call_of(input, linear_weight, target, **options))
         rows = (*input.shape[:1], *linear_weight.shape[1:-1])
-        return loss.view(rows) if options["reduction"] == "none" else loss
+        return in_shape(loss, rows) if options["reduction"] == "none" else loss
     call = (input,), (linear_weight,), target
     if options["shard"] is None:
         return dispatch.cross_entropy(*call, **options)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.core.autodiff import in_transform
+from lowtide.core.autodiff import in_shape, in_transform
 from lowtide.core.torch_private import breaks_old_graphs
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import (
@@ -80,7 +80,7 @@ def run(head: Head, labels: Labels, options: Options) -> Tensor:
     if target.is_floating_point():  # a product with probabilities has the wider of the two dtypes
         loss = loss.to(torch.promote_types(loss.dtype, target.dtype))
         loss = loss if class_weight is None else loss.to(torch.promote_types(loss.dtype, class_weight.dtype))
-    return loss.view(head.leading) if options.reduction == "none" else loss
+    return in_shape(loss, head.leading) if options.reduction == "none" else loss
 
 
 @breaks_old_graphs
@@ -101,7 +101,7 @@ def log_probs(
     if way is autograd:
         head = with_aligned_operands(head, options)
     found = way.linear_log_probs(head, target, options)
-    return LogProbs(*(each.view(head.leading) for each in found))
+    return LogProbs(*(in_shape(each, head.leading) for each in found))
 
 
 def way_of(head: Head, labels: Labels, options: Options) -> ModuleType:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.autodiff import is_differentiated, scatter_gradients
+from lowtide.core.autodiff import in_shape, is_differentiated, scatter_gradients
 from lowtide.core.matmul import on_device_of
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.pending_gradient import finish_gradients
@@ -59,11 +59,9 @@ class RememberedCall:
             results = super(torch.autograd.Function, kind).apply(self, *tensors)  # type: ignore[misc]
         else:
             results = self.compute(tensors)[: self.pair.results]
-        leading = tensors.input.shape[:-1]
-        if not self.by_row or len(leading) == 1:
+        if not self.by_row:
             return results  # type: ignore[no-any-return]
-        # Autograd refuses changes in place of a view that a Function returns.
-        return [each.view(leading) for each in results]
+        return [in_shape(each, tensors.input.shape[:-1]) for each in results]
 
     def compute(self, tensors: Tensors) -> Any:
         """Return the results, and then what backward needs beside the tensors."""
