@@ -35,6 +35,59 @@ def _loss_of_positions(
     return linear_cross_entropy(input, weight, target, linear_bias=bias, **options)
 
 
+def _check_product(linear: nn.Module) -> None:
+    """Raise unless calling this module is the product with its weight, as the loss computes it.
+
+    The hooks of FSDP2 and of tensor parallelism are allowed: they gather and place tensors, and so
+    does the loss.
+    """
+    has_hooks = linear._forward_pre_hooks or linear._forward_hooks
+    has_hooks = has_hooks or linear._backward_pre_hooks or linear._backward_hooks
+    if type(linear).forward is nn.Linear.forward and "forward" not in vars(linear) and not has_hooks:
+        return
+    wrapped = _wrapped(linear)
+    for each in wrapped:
+        _check_product(each)
+    found = None if wrapped else _addition(linear)
+    if found is not None:
+        raise ArgumentError(
+            f".linear must be an nn.Linear, by whose weight this module multiplies, got {found}, which would "
+            "be left out. Leave .linear out of PEFT's target_modules (modules_to_save trains it whole), and "
+            "take torch.nn.utils.parametrizations in place of hooks that compute a weight. For an adapted "
+            "head without logits, call lowtide.defer_logits on a model that calls the head and cross_entropy"
+        )
+
+
+def _wrapped(module: Any) -> list[nn.Module]:
+    """Return the modules of which a wrapper calls one, and has the weight of that one."""
+    if hasattr(module, "modules_to_save"):  # of PEFT
+        return [module.original_module, *module.modules_to_save.values()]
+    children = list(module.children())  # torch wraps a module to compile or to checkpoint it
+    wraps = len(children) == 1 and type(module).__module__.startswith("torch.") and hasattr(module, "weight")
+    return children if wraps and not isinstance(module, nn.Linear) else []
+
+
+def _addition(linear: nn.Module) -> str | None:
+    """Return what computes more than the product when the module is called, or None."""
+    forwards = (vars(each).get("forward") for each in type(linear).__mro__)
+    # defer_logits and shard_head replace the class by one whose forward is the product as well.
+    forward = next(each for each in forwards if each is not None and not _is_of(each, "lowtide."))
+    if forward is not nn.Linear.forward:
+        return f"a {type(linear).__module__}.{type(linear).__qualname__}"
+    own = vars(linear).get("forward")
+    # Hooks leave the class's own forward on the instance when they are removed.
+    if own is not None and getattr(own, "__func__", None) is not type(linear).forward:
+        return "one whose forward is replaced"
+    kinds: list[Any] = [linear._forward_pre_hooks, linear._forward_hooks]
+    kinds += [linear._backward_pre_hooks, linear._backward_hooks]
+    hooks = [hook for each in kinds for hook in each.values() if not _is_of(hook, "torch.distributed.")]
+    return f"one with a hook, {getattr(hooks[0], '__qualname__', type(hooks[0]).__name__)}" if hooks else None
+
+
+def _is_of(function: Any, package: str) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(package)
+
+
 class LinearCrossEntropyLoss(nn.Module):
     """Own the head `.linear` (:class:`torch.nn.Linear`), and compute :func:`linear_cross_entropy`.
 
@@ -58,6 +111,10 @@ class LinearCrossEntropyLoss(nn.Module):
 
     For the weight of a head that another module owns (Liger's module takes it in the call), use
     :func:`linear_cross_entropy`.
+
+    The loss multiplies by ``.linear.weight``, and does not call `.linear`. So it is an error if
+    calling `.linear` would compute more: an adapter of PEFT, a hook, a class with a forward of its
+    own. Weights of `torch.nn.utils.parametrizations` and PEFT's ``modules_to_save`` are supported.
 
     `parallelize_module` with ``{"linear": ColwiseParallel()}`` divides the classes over ranks.
     """
@@ -146,7 +203,9 @@ class LinearCrossEntropyLoss(nn.Module):
 
         `row_weight` and `normalizer` are those of :func:`linear_cross_entropy`.
         """
-        linear_weight, linear_bias = self.linear.weight, self.linear.bias
+        linear = self.linear
+        _check_product(linear)
+        linear_weight, linear_bias = linear.weight, linear.bias
         check_tensors({"input": input})
         if input.dim() > 0 and input.shape[-1] != linear_weight.shape[-1]:
             raise ArgumentError(

@@ -5,6 +5,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import parametrizations, spectral_norm
 
 import lowtide
 
@@ -121,3 +123,93 @@ def test_module_errors_name_arguments(out_features):
     for shape in ((3, *out_features), (4,), (3, 5, 6)):
         with pytest.raises(TypeError, match=r"target must hold class indices.*got torch\.int16"):
             criterion(torch.zeros(3, 8), torch.zeros(shape, dtype=torch.int16))
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 0.5
+
+
+def replace(criterion, linear):
+    criterion.linear = linear
+
+
+ADDITIONS = {
+    "a hook": (lambda criterion: criterion.linear.register_forward_hook(lambda *_: None), "<lambda>"),
+    "a gradient's hook": (
+        lambda criterion: criterion.linear.register_full_backward_hook(lambda *_: None),
+        "one with a hook",
+    ),
+    "a weight computed in a hook": (lambda criterion: spectral_norm(criterion.linear), "hook, SpectralNorm"),
+    "a subclass": (lambda criterion: replace(criterion, Scaled(8, 21)), r"a .*test_module\.Scaled"),
+    "another forward": (
+        lambda criterion: setattr(criterion.linear, "forward", lambda input: input),
+        "one whose forward is replaced",
+    ),
+    "another module": (
+        lambda criterion: replace(criterion, nn.Sequential(nn.LayerNorm(8), criterion.linear)),
+        "a torch.nn.modules.container.Sequential",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ADDITIONS)
+def test_what_the_layer_adds_is_an_error(kind):
+    criterion = lowtide.LinearCrossEntropyLoss(8, 21)
+    add, found = ADDITIONS[kind]
+    add(criterion)
+    with pytest.raises(ValueError, match=rf"\.linear must be an nn\.Linear, .*{found}.*defer_logits"):
+        criterion(*batch("cpu"))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+def test_adapters_of_the_layer_are_an_error(options):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules="all-linear", r=2, **options)
+    model = peft.get_peft_model(nn.Sequential(lowtide.LinearCrossEntropyLoss(8, 21)), config)
+    with pytest.raises(ValueError, match=r"got a peft\..*Linear, .*modules_to_save trains it whole"):
+        model.base_model.model[0](*batch("cpu"))
+
+
+def saved_by_peft(criterion):
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(8, 8), criterion)
+    config = peft.LoraConfig(target_modules=["0"], modules_to_save=["linear"], r=2)
+    assert peft.get_peft_model(model, config)
+    return criterion.linear
+
+
+def removed_hook(criterion):
+    criterion.linear.register_forward_hook(lambda *_: None).remove()
+    criterion.linear.forward = criterion.linear.forward  # as accelerate leaves it
+
+
+def deferred(criterion):
+    lowtide.defer_logits(criterion, head=criterion.linear)
+
+
+PRODUCTS = {
+    "weight_norm": lambda criterion: parametrizations.weight_norm(criterion.linear),
+    "modules_to_save": saved_by_peft,
+    "compiled": lambda criterion: replace(criterion, torch.compile(criterion.linear, backend="eager")),
+    "checkpointed": lambda criterion: replace(criterion, checkpoint_wrapper(criterion.linear)),
+    "removed": removed_hook,
+    "deferred": deferred,
+}
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_a_layer_that_is_the_product(kind):
+    criterion = lowtide.LinearCrossEntropyLoss(8, 21, bias=True, dtype=torch.float64)
+    PRODUCTS[kind](criterion)
+    hidden, target = batch("cpu", torch.float64)
+    loss = criterion(hidden, target)
+    logits = nn.functional.linear(hidden, criterion.linear.weight, criterion.linear.bias)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()))
+    loss.backward()
+    trained = [each for each in criterion.parameters() if each.grad is not None]
+    assert len(trained) == (3 if kind == "weight_norm" else 2)
+    torch._dynamo.reset()
+    if kind != "checkpointed":  # the wrapper keeps torch.compile out
+        compiled = torch.compile(criterion, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(hidden, target), loss)
