@@ -39,6 +39,8 @@ class Sum:
     def add(self, term: Any) -> None:
         """Add a tensor or a number."""
         wide = sum_dtype(term.dtype) if isinstance(term, Tensor) else None
+        if wide and isinstance(self.total, Tensor) and self.total.is_sparse and not term.is_sparse:
+            self.total, term = term.to(wide, copy=True), self.total  # torch adds a sparse one to a dense one
         if self.total is None:
             self.total = term if wide is None else term.to(wide, copy=True)
         elif isinstance(self.total, Tensor) and wide and torch.can_cast(wide, self.total.dtype):
@@ -47,6 +49,9 @@ class Sum:
             self.total = self.total + (term if wide is None else term.to(wide))
 
     def _add_in_place(self, term: Tensor) -> None:
+        if term.is_sparse:
+            self.total.add_(term.to(self.total.dtype))
+            return
         if term.is_cuda or term.dtype == self.total.dtype or not term.dim():
             self.total.add_(term)
             return
@@ -63,7 +68,7 @@ class Sum:
             self.add(torch.zeros(g_CV.shape[1], x_CD.shape[1], dtype=wide, device=g_CV.device))
         elif self.total is None:
             self.total = torch.mm(g_CV.t(), x_CD, **widen)
-        elif self.total.dtype == wide:
+        elif self.total.dtype == wide and not self.total.is_sparse:
             torch.addmm(self.total, g_CV.t(), x_CD, out=self.total, **widen)
         else:
             self.add(torch.mm(g_CV.t(), x_CD, **widen))
@@ -119,6 +124,8 @@ def may_be_retained(value: Tensor) -> bool:
 
 def _largest(gradient: Tensor) -> Tensor:
     """Return the largest absolute value, in float32."""
+    if gradient.is_sparse:
+        gradient = gradient.detach().coalesce().values()
     if not gradient.numel():
         return gradient.new_zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(gradient.detach(), torch.inf, dtype=torch.float32)
@@ -132,11 +139,13 @@ def _power(size: Tensor, exponent: int, limit: int) -> Tensor:
 
 def rounded(total: Tensor, dtype: torch.dtype, last_scale: Tensor | None) -> PendingGradient:
     """Return a finished sum in its parameter's dtype, with the factor that remains."""
+    if total.is_sparse:
+        total = total.coalesce()  # before it is rounded
     if last_scale is None:
         return PendingGradient(total if total.dtype == dtype else total.to(dtype))
     if dtype not in HALVES:
         return PendingGradient(total, remaining=1 / last_scale)
     # Bring the largest element near 1 by a power of two, so that half precision can hold the sum.
-    _, exponent = frexp(total.abs().amax() if total.numel() else total.new_zeros(()))
+    _, exponent = frexp(_largest(total))
     center = torch.ldexp(torch.ones_like(last_scale), -exponent.clamp(-100, 100))
     return PendingGradient(total.mul_(center).to(dtype), remaining=1 / (last_scale * center))

@@ -165,6 +165,7 @@ def chunked_loss(
         On CUDA, the GEMM of an F.linear adds its weight gradient to the float32 sum without
         rounding it. Autograd rounds any other gradient of a half-precision parameter once per
         chunk, before it is added.
+        Sparse gradients (``nn.Embedding(sparse=True)``) are added up as sparse tensors.
         Each half-precision gradient is rounded once at the end. In ``"gradient_in_forward"`` it is
         rounded once more if the upstream gradient is no power of two.
         For float16 in ``"gradient_in_forward"``, backward of a chunk starts from a power of two.

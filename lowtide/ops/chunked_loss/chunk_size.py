@@ -128,4 +128,6 @@ class _Meter(TorchDispatchMode):
 
 
 def _storages(values: Any) -> set[Any]:
-    return {each.untyped_storage() for each in tree_leaves(values) if isinstance(each, Tensor)}
+    tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+    parts = [[each._indices(), each._values()] if each.is_sparse else [each] for each in tensors]
+    return {part.untyped_storage() for each in parts for part in each}
