@@ -16,6 +16,7 @@ Shapes: C rows, D features, V classes.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -144,7 +145,7 @@ class SummingLinear(torch.autograd.Function):
             return (None,) * 7
         input, cast_VD, weight = ctx.saved_tensors
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
-        g_CV, x_CD = upstream.reshape(-1, upstream.shape[-1]), input.reshape(-1, input.shape[-1])
+        g_CV, x_CD = _as_matrix(upstream), _as_matrix(input)
         if ctx.operators.task != torch_private.backward_id():
             grad_input = upstream @ weight.to(upstream.dtype) if for_input else None
             grad_weight = g_CV.t() @ x_CD if for_weight else None
@@ -155,6 +156,11 @@ class SummingLinear(torch.autograd.Function):
         if for_bias:
             bias_sum.add(g_CV.sum(0, dtype=sum_dtype(g_CV.dtype)))
         return upstream @ cast_VD if for_input else None, *(None,) * 6
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """Return [..., D] as [C, D]; D may be 0, from which torch cannot infer C."""
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _cross_entropy(

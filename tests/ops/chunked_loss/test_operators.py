@@ -54,6 +54,20 @@ def fused(device, monkeypatch):
 # F.linear.
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [(0, 6), (D, 0), (0, 0)])
+def test_linear_without_features_or_outputs(device, sizes, mode, calls):
+    """AdaptiveLogSoftmaxWithLoss makes one of 0 features from a small width and many cutoffs."""
+    weight = torch.zeros(sizes[::-1], dtype=torch.float64, device=device, requires_grad=True)
+    bias = torch.randn(sizes[1], dtype=torch.float64, device=device, requires_grad=True)
+    hidden = torch.randn(B, T, sizes[0], dtype=torch.float64, device=device, requires_grad=True)
+    head = partial(F.linear, weight=weight, bias=bias)
+    loss = chunked_loss(lambda logits: logits.square().sum(), head, hidden, chunk_size=5, mode=mode)
+    found = torch.autograd.grad(loss, [hidden, weight, bias])
+    close(found, [torch.zeros_like(hidden), torch.zeros_like(weight), 2 * B * T * bias.detach()])
+    assert calls["linear"]
+
+
 @pytest.mark.parametrize("form", ["module", "positions", "keywords"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_accumulates_gradients(device, bias, form, calls):
