@@ -196,7 +196,8 @@ class _Loop:
 
     def _add(self, chunk: slice, gradients: Gradients) -> None:
         """Write a chunk's gradients of rows, and add those of learned tensors to their sums."""
-        for k, term in enumerate([gradients.pop(k, None) for k in range(self.job.cut)]):
+        cut = self.job.cut
+        for k, term in enumerate([gradients.pop(k, None) for k in range(cut)]):
             rows = self.rows[k]
             if rows is None and term is not None:
                 shape = self.tensors[k].shape[len(self.job.leading) :]
@@ -206,7 +207,7 @@ class _Loop:
                 rows[chunk] = 0 if term is None else term
         while gradients:
             k, term = gradients.popitem()
-            total = self.sums[k - self.job.cut]
+            total = self.sums[k - cut]
             if term is not None and total is not None:
                 total.add(term)
             del term

@@ -103,6 +103,49 @@ def test_parameters_stay(call):
     assert all(each.grad is not None for each in model.parameters())
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_parameters_come_back_after_an_error(call):
+    model, loss_fn, head = call()
+    before = dict(model.named_parameters(remove_duplicate=False))
+
+    def failing(logits, labels):
+        assert all(parameter is not before[name] for name, parameter in model.named_parameters())
+        if not labels.all():
+            raise KeyError("here")
+        return loss_fn(logits, labels)
+
+    labels = torch.tensor([1, 1, 1, 1, 0, 1, 1])
+    for mode in MODES:
+        with pytest.raises(KeyError, match="here"):
+            chunked_loss(partial(failing), head, torch.randn(N, D), labels, chunk_size=3, mode=mode)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        assert all(after[name] is before[name] for name in before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_chunk_goes_through_the_model(mode, monkeypatch):
+    """A bound method brings its whole model, which may have thousands of layers."""
+    model, calls = Model(), []
+    model.trunk = nn.Sequential(*(nn.Linear(D, D) for _ in range(4)))
+    own = nn.Module.named_modules
+    monkeypatch.setattr(
+        nn.Module, "named_modules", lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs)
+    )
+    counts = set()
+    for chunk_size in (N, 1):
+        calls.clear()
+        chunked_loss(
+            partial(F.cross_entropy, reduction="sum"),
+            model.forward,
+            torch.randn(N, D),
+            torch.ones(N, dtype=torch.long),
+            chunk_size=chunk_size,
+            mode=mode,
+        ).backward()
+        counts.add(len(calls))
+    assert len(counts) == 1
+
+
 class OwnNames(nn.Linear):
     """A layer that lists its parameters in a way of its own."""
 

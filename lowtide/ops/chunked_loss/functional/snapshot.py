@@ -68,9 +68,10 @@ class Snapshot:
 def buffers(functional: Functional) -> dict[str, tuple[int, int]]:
     """Return the versions of the modules' buffers, by name."""
     return {
-        f"{prefix}.{name}": _version(buffer)
-        for prefix, module in functional.modules.items()
-        for name, buffer in module.named_buffers()
+        f"{path}.{name}": _version(buffer)
+        for path, module in functional.parts
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     }
 
 
