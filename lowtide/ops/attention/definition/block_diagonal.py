@@ -3,16 +3,17 @@
 Shapes: M queries and N keys of all sequences; B_i sequences of M_i queries in tensor i.
 """
 
-import copy
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.attention.definition.masks import AttentionBias, Band, may_keep
+
+Mask = TypeVar("Mask", bound="BlockDiagonalMask")
 
 
 class BlockDiagonalMask(AttentionBias):
@@ -109,9 +110,7 @@ class BlockDiagonalMask(AttentionBias):
 
     def make_causal(self) -> "BlockDiagonalCausalMask":
         """Return a mask of the same sequences, each with a :class:`LowerTriangularMask`."""
-        causal = copy.copy(self)
-        causal.__class__ = BlockDiagonalCausalMask
-        return causal  # type: ignore[return-value]
+        return self._as(BlockDiagonalCausalMask)
 
     def blocks(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return where each sequence starts among queries and among keys, and where the last ends.
@@ -129,8 +128,11 @@ class BlockDiagonalMask(AttentionBias):
         return found
 
     def __copy__(self) -> "BlockDiagonalMask":
-        """Return a mask that shares what this one keeps."""
-        other = object.__new__(type(self))
+        return self._as(type(self))
+
+    def _as(self, kind: type[Mask]) -> Mask:
+        """Return a mask of this class that shares what this one keeps."""
+        other = object.__new__(kind)
         other.__dict__.update(self.__dict__)
         return other
 

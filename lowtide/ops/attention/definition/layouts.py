@@ -123,9 +123,23 @@ def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:
     own = mask.shape[:-3]
     if any(size != 1 for size in own) and own != batches:
         raise ArgumentError(
-            f"attn_mask must have 1 or {list(batches)} in its leading dimensions, got {list(own)}; expand it"
+            f"attn_mask must have 1 or {list(batches)} in its leading dimensions, got {list(own)}"
+            + _instead_of_expanding(own, batches)
         )
     return mask.flatten(0, -4)
+
+
+def _instead_of_expanding(own: torch.Size, batches: torch.Size) -> str:
+    """Return advice for a mask that differs in some of several batch dimensions, as windows do."""
+    if any(size not in (1, batch) for size, batch in zip(own, batches)):
+        return ""
+    dim = next(dim for dim, size in enumerate(own) if size != 1)
+    return (
+        f". Fold dimension {dim}, in which it differs, into the heads of query, key, value and attn_mask "
+        f"(with all its heads): pass x.movedim({dim}, -4).flatten(-4, -3) for each of them, and "
+        f"result.unflatten(-3, ({own[dim]}, heads)).movedim(-4, {dim}) is the result; or call this function "
+        f"once for each of its {own[dim]} places. (expand() would copy attn_mask for every batch)"
+    )
 
 
 def _padded(bias: Tensor, dims: int, wanted: str, name: str = "attn_bias") -> Tensor:

@@ -178,7 +178,17 @@ def test_mask_without_arguments():
         (
             [(3, 2, 4, 5, 8)] * 3,
             {"attn_mask": torch.zeros(3, 1, 4, 5, 5)},
-            "in its leading dimensions",
+            r"must have 1 or \[3, 2\] in its leading dimensions, got \[3, 1\]\. Fold dimension 0",
+        ),
+        (
+            [(3, 2, 4, 5, 8)] * 3,
+            {"attn_mask": torch.zeros(2, 1, 5, 5)},
+            r"got \[1, 2\]\. Fold dimension 1, .* or call .* each of its 2 places",
+        ),
+        (
+            [(3, 2, 4, 5, 8)] * 3,
+            {"attn_mask": torch.zeros(5, 2, 4, 5, 5)},
+            r"in its leading dimensions, got \[5, 2\]$",
         ),
         ([(2, 4, 5, 8)] * 3, {"dropout_p": -0.1}, "^dropout_p must be in"),
     ],
@@ -186,6 +196,21 @@ def test_mask_without_arguments():
 def test_errors_of_sdpa_signature(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         lowtide.scaled_dot_product_attention(*map(torch.zeros, shapes), **options)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_advice_for_a_mask_of_some_batches(dim):
+    query, key, value = torch.randn(3, 3, 2, 4, 5, 8, dtype=torch.float64)
+    sizes = [1, 1, 4, 5, 5]
+    sizes[dim] = query.shape[dim]
+    attn_mask = torch.randn(sizes, dtype=torch.float64)
+    with pytest.raises(ValueError, match="Fold") as caught:
+        lowtide.scaled_dot_product_attention(query, key, value, attn_mask)
+    fold, unfold = re.search(r"pass x(.*?) for .* result(.*) is the result", str(caught.value)).groups()
+    folded = [eval(f"x{fold}", {"x": each}) for each in (query, key, value, attn_mask)]
+    found = eval(f"x{unfold}", {"x": lowtide.scaled_dot_product_attention(*folded), "heads": 4})
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,20 @@ def test_compile_several_sequences():
     torch.testing.assert_close(*(torch.autograd.grad(loss, x)[0] for loss in (found, expected)))
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_compile_makes_masks(with_bias):
+    torch._dynamo.reset()
+
+    def function(x, bias):
+        mask = masks.BlockDiagonalMask.from_seqlens([5, 1, 6])
+        mask = mask.add_bias(bias).make_causal() if with_bias else mask.make_causal()
+        return lowtide.memory_efficient_attention(x, x, x, mask)
+
+    tensors = torch.randn(1, 12, 2, 8), torch.randn(1, 2, 1, 12)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*tensors), function(*tensors))
+
+
 def test_compile_refuses_forward_mode():
     torch._dynamo.reset()
     x = torch.randn(1, 4, 1, 3)
