@@ -89,7 +89,10 @@ class Job:
         self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode | None = None
     ) -> Tensor:
         """Return the loss of a chunk that was checked before."""
-        return self.run(place, pieces, learned, operators)[1]  # type: ignore[no-any-return]
+        value: Tensor = self.run(place, pieces, learned, operators)[1]
+        if value.requires_grad:
+            closures.check_leaves(self.functional, value, (*pieces, *learned))
+        return value
 
     def run(
         self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode | None

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.chunked_loss.accumulate import Sum, backward_scale, may_be_retained, rounded, sum_dtype
+from lowtide.ops.chunked_loss.functional import closures
+from lowtide.ops.chunked_loss.functional.closures import Pass
 from lowtide.ops.chunked_loss.functional.snapshot import other_loss
 from lowtide.ops.chunked_loss.functional.threads import alone
 from lowtide.ops.chunked_loss.isolation import isolated
@@ -31,10 +33,12 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
     through closures. The loss of each chunk is appended to `values`, if given.
     """
     total, losses = Sum(), None
-    learned = _leaves(tensors[job.cut :], [graph] * len(tensors))
-    with torch.set_grad_enabled(graph):
+    with Pass() as now, torch.set_grad_enabled(graph):
+        learned = now.leaves(tensors[job.cut :], [graph] * len(tensors))
         for place, chunk in enumerate(job.chunks):
-            value = _checked(job, place, job.piece(tensors[: job.cut], chunk), learned, graph)
+            pieces = job.piece(tensors[: job.cut], chunk)
+            pieces = now.leaves(pieces, [graph and each for each in job.needs_grad])
+            value = _checked(job, place, pieces, learned)
             if (losses if value.dim() == 0 else total.total) is not None:
                 raise ArgumentError(
                     "loss_fn must return a sum for every chunk, or a value for each row for every chunk, "
@@ -51,21 +55,22 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
     return total.total if losses is None else losses
 
 
-def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors, graph: bool) -> Tensor:
+def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors) -> Tensor:
     """Compute a chunk for the first time, with checks, and return its loss without a graph."""
-    leaves = _leaves(pieces, [graph and each for each in job.needs_grad])
     operators = GradientSumMode()
     with isolated(), job.meter(place):
         return job.functional.substituted(
-            learned, lambda: job.loss(place, leaves, learned, operators)[1].detach()
+            learned, lambda: job.loss(place, pieces, learned, operators)[1].detach()
         )
 
 
 def loss_and_gradients(job: Job, tensors: Tensors) -> tuple[Tensor, list[PendingGradient | None]]:
     """Return the loss and the gradients that are needed, from one pass over the chunks."""
-    loop, total = _Loop(job, tensors, job.needs_grad), Sum()
-    for place, chunk in enumerate(job.chunks):
-        total.add(loop.first(place, chunk))
+    total = Sum()
+    with Pass() as now:
+        loop = _Loop(job, tensors, job.needs_grad, now)
+        for place, chunk in enumerate(job.chunks):
+            total.add(loop.first(place, chunk))
     job.snapshot.settle()
     return total.total, loop.gradients()
 
@@ -75,8 +80,8 @@ def recomputed_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Compute the chunks again, and return the gradients that are needed."""
     job.snapshot.check()
-    loop = _Loop(job, tensors, needs_grad)
-    with job.replay.autocast(), alone(job.functional.modules.values()):
+    with Pass() as now, job.replay.autocast(), alone(job.functional.modules.values()):
+        loop = _Loop(job, tensors, needs_grad, now)
         for place, chunk in enumerate(job.chunks):
             loop.again(place, chunk, grad_output)
     return tuple(None if each is None else each.tensor for each in loop.gradients())
@@ -85,10 +90,10 @@ def recomputed_gradients(
 class _Loop:
     """Hold the gradients of one pass over the chunks."""
 
-    def __init__(self, job: Job, tensors: Tensors, needs_grad: Sequence[bool]) -> None:
-        self.job, self.tensors, self.needs_grad = job, tensors, needs_grad
+    def __init__(self, job: Job, tensors: Tensors, needs_grad: Sequence[bool], now: Pass) -> None:
+        self.job, self.tensors, self.needs_grad, self.now = job, tensors, needs_grad, now
         self.rows: list[Tensor | None] = [None] * job.cut
-        self.learned = _leaves(tensors[job.cut :], needs_grad[job.cut :])
+        self.learned = now.leaves(tensors[job.cut :], needs_grad[job.cut :])
         self.sums = [Sum() if each else None for each in needs_grad[job.cut :]]
         self.operators = GradientSumMode(self.learned, self.sums)
         self.has_graph = False
@@ -155,7 +160,7 @@ class _Loop:
 
     def _pieces(self, chunk: slice) -> Tensors:
         """Return a chunk of each tensor that is cut, as leaves of the chunk's graph."""
-        return _leaves(self.job.piece(self.tensors[: self.job.cut], chunk), self.needs_grad)
+        return self.now.leaves(self.job.piece(self.tensors[: self.job.cut], chunk), self.needs_grad)
 
     def _substituted(self, place: int, run: Callable[[], Result]) -> Result:
         """Run a chunk on copies of the learned tensors."""
@@ -183,7 +188,12 @@ class _Loop:
         self.has_graph = True
         asked = {k: leaf for k, leaf in enumerate((*leaves, *self.learned)) if self.needs_grad[k]}
         with self.job.replay.autocast(on=False), self.operators.collect(value):
-            terms = torch.autograd.grad(value, list(asked.values()), seed, allow_unused=True)
+            try:
+                terms = torch.autograd.grad(value, list(asked.values()), seed, allow_unused=True)
+            except RuntimeError as error:
+                if "through the graph a second time" in str(error):
+                    raise closures.kept() from error
+                raise
         gradients = dict(zip(asked, terms))
         del terms
         for k, leaf in asked.items():
@@ -239,11 +249,3 @@ class _Loop:
                 total.total.mul_(new / previous)
         self.scales.append(new)
         return new.to(value.dtype)
-
-
-def _leaves(tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> Tensors:
-    """Return detached copies that share the tensors' memory; those marked require a gradient."""
-    return tuple(
-        tensor.detach().requires_grad_(grad and tensor.is_floating_point())
-        for tensor, grad in zip(tensors, needs_grad)
-    )

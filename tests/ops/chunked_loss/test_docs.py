@@ -20,7 +20,7 @@ def test_docs_blocks_run(device):
             new_loss = re.search(r"^loss = ", block, re.MULTILINE)
             if new_loss and "backward()" not in block and "grad(" not in block:
                 names["loss"].backward(retain_graph=True)
-    assert len(blocks) == 15
+    assert len(blocks) == 16
     B, V, D = 2, *names["head"].weight.shape
     assert names["hidden"].device.type == device
     assert names["gradients"]["weight"].shape == (B, V, D)

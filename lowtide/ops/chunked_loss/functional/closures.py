@@ -1,10 +1,13 @@
-"""Raise for tensors that need a gradient and come through a closure or a global.
+"""Raise for tensors that need a gradient and reach a chunk, or leave it, by a way of their own.
 
-Such a tensor would get no gradient, because it is no input of the call's autograd function.
+A tensor in a closure or a global would get no gradient, because it is no input of the call's
+autograd function. A tensor that head or loss_fn keeps from a chunk depends on the chunk's copies,
+and gradients of these are read only while the loop over the chunks runs.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,10 +16,45 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.chunked_loss.functional.tensors import Functional
 
 
-def check_leaves(functional: Functional, loss: Tensor, known: Iterable[Tensor]) -> None:
-    """Raise if the graph of `loss` has leaves other than the known tensors."""
+class Pass:
+    """Represent one pass over the chunks, and make the leaves of their graphs.
+
+    A gradient that reaches a leaf after the pass would be lost, so it is an error. The pass itself
+    reads gradients by torch.autograd.grad, which does not call the leaves' hooks.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def __enter__(self) -> "Pass":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+
+    def __call__(self, leaf: Tensor) -> None:
+        """Take a leaf whose `grad` a backward pass has added to."""
+        if self.is_over:
+            raise kept()
+
+    def leaves(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
+        """Return detached copies, sharing memory; those marked require a gradient."""
+        copies = tuple(
+            tensor.detach().requires_grad_(grad and tensor.is_floating_point())
+            for tensor, grad in zip(tensors, needs_grad)
+        )
+        for each in copies:
+            if each.requires_grad:
+                each.register_post_accumulate_grad_hook(self)
+        return copies
+
+
+def check_leaves(functional: Functional, loss: Tensor, known: Sequence[Tensor]) -> None:
+    """Raise if the graph of `loss` begins elsewhere than at the known tensors."""
     ids = {id(tensor) for tensor in known}
-    others = [leaf for leaf in _leaves(loss) if id(leaf) not in ids]
+    others = [leaf for leaf in _leaves(loss, known) if id(leaf) not in ids]
+    if any(_is_of_pass(leaf) for leaf in others):
+        raise kept()
     if others:
         names = {id(tensor): name for name, tensor in _captured(functional)}
         raise error([names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in others])
@@ -34,6 +72,16 @@ def error(names: Sequence[str]) -> ArgumentError:
         "would get none. Pass the nn.Module itself (or its bound method) as head or loss_fn; pass "
         "anything else to it by functools.partial, as in head=partial(logits, model.lm_head) or "
         "head=partial(F.linear, weight=weight); detach what needs no gradient"
+    )
+
+
+def kept() -> ArgumentError:
+    """Return the error for a tensor that head or loss_fn has kept from a chunk."""
+    return ArgumentError(
+        "head or loss_fn has kept a tensor from a chunk (a cached weight, an auxiliary loss, collected "
+        "features), and it is differentiated outside of that chunk, where its gradient would be lost. "
+        "Compute it before the call and pass it, as in head=partial(F.linear, weight=merged); add a term of "
+        "the loss to the sum that loss_fn returns; return what is only logged with has_aux=True, or detach it"
     )
 
 
@@ -55,7 +103,15 @@ def _captured(functional: Functional) -> Iterator[tuple[str, Tensor]]:
                         yield f"{owner}.{key}", parameter
 
 
-def _leaves(loss: Tensor) -> list[Tensor]:
+def _leaves(loss: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves of the graph of `loss`, but none that lie beyond the known tensors."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
-    return [node.variable for node in graph_nodes(loss.grad_fn) if is_leaf(node)]
+    ends = {tensor.grad_fn for tensor in known}
+    nodes = graph_nodes(loss.grad_fn, lambda node: node not in ends)
+    return [node.variable for node in nodes if is_leaf(node)]
+
+
+def _is_of_pass(leaf: Any) -> bool:
+    """Return True if a pass over the chunks has made this leaf."""
+    return any(isinstance(hook, Pass) for hook in (leaf._post_accumulate_grad_hooks or {}).values())
