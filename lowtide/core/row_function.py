@@ -153,7 +153,7 @@ class _Apply(torch.autograd.Function):
         ctx.rowwise, *tensors = inputs
         ctx.count = len(output)
         differentiable = output[: len(output) - ctx.rowwise.constants]
-        ctx.outputs = [place for place, out in enumerate(differentiable) if out.is_floating_point()]
+        ctx.outputs = [place for place, out in enumerate(differentiable) if _is_continuous(out)]
         ctx.mark_non_differentiable(*(out for k, out in enumerate(output) if k not in ctx.outputs))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -209,9 +209,13 @@ def as_variables(tensors: Tensors) -> Tensors:
         return tuple(
             tensor.view_as(tensor)
             if tensor.requires_grad
-            else tensor.detach().requires_grad_(tensor.is_floating_point())
+            else tensor.detach().requires_grad_(_is_continuous(tensor))
             for tensor in tensors
         )
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _varied(tensors: Tensors, places: Sequence[int]) -> tuple[Tensors, Tensors]:

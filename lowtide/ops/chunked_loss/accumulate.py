@@ -128,6 +128,7 @@ def _largest(gradient: Tensor) -> Tensor:
         gradient = gradient.detach().coalesce().values()
     if not gradient.numel():
         return gradient.new_zeros((), dtype=torch.float32)
+    gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     return torch.linalg.vector_norm(gradient.detach(), torch.inf, dtype=torch.float32)
 
 

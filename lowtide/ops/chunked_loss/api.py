@@ -139,8 +139,8 @@ def chunked_loss(
         hidden: may have any strides; a shifted slice such as ``hidden[:, :-1]`` is not copied as a
             whole. A tuple is passed to `head` as several arguments.
         token_tensors: tensors that are cut into the same rows as `hidden`: labels, weights,
-            advantages, a teacher's hidden states. They may require gradients. Numbers, None and 0-d
-            tensors are passed to every chunk as they are.
+            advantages, a teacher's hidden states. They may require gradients, and be complex.
+            Numbers, None and 0-d tensors are passed to every chunk as they are.
         chunk_size: rows of a chunk; 1024 if neither this nor `workspace` is given. Larger chunks
             are faster until their GEMMs fill the device.
         workspace: bytes that a chunk may take, from which the number of its rows follows. This

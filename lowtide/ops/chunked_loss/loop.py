@@ -100,7 +100,9 @@ class _Loop:
         self.scales: list[Tensor] = []
         dtypes = {tensor.dtype for tensor in tensors}
         dtypes |= {dtype for _, dtype, enabled in job.replay.casts if enabled}
-        self.digits = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point) ** 0.5
+        self.digits = (
+            max(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex) ** 0.5
+        )
         self.is_scaled = torch.float16 in dtypes
 
     def first(self, place: int, chunk: slice) -> Tensor:

@@ -40,7 +40,7 @@ class Pass:
     def leaves(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Return detached copies, sharing memory; those marked require a gradient."""
         copies = tuple(
-            tensor.detach().requires_grad_(grad and tensor.is_floating_point())
+            tensor.detach().requires_grad_(grad and (tensor.is_floating_point() or tensor.is_complex()))
             for tensor, grad in zip(tensors, needs_grad)
         )
         for each in copies:

@@ -105,7 +105,9 @@ def _refuse_integers(hidden: Sequence[Tensor], error: RuntimeError) -> None:
 
     A head that looks them up in a table takes integers, so they are no error by themselves.
     """
-    if type(error) in (RuntimeError, NotImplementedError) and not any(map(torch.is_floating_point, hidden)):
+    if type(error) in (RuntimeError, NotImplementedError) and not any(
+        each.is_floating_point() or each.is_complex() for each in hidden
+    ):
         raise ArgumentTypeError(
             f"hidden must be floating-point unless head looks it up in a table, got {hidden[0].dtype}, for "
             f"which head raises: {error}; labels come after hidden"
