@@ -12,6 +12,8 @@ F.cross_entropy   It is replaced on CUDA for float32 logits, class indices and r
 
 Both replacements have a second derivative, because head or loss_fn may itself ask for gradients.
 
+F.batch_norm with statistics of its batch is an error, wherever its module comes from.
+
 Shapes: C rows, D features, V classes.
 """
 
@@ -28,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide.core import torch_private
 from lowtide.core.checks import HALVES
+from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.accumulate import Sum, sum_dtype
 from lowtide.ops.chunked_loss.isolation import is_isolated
 from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
@@ -84,6 +87,10 @@ class GradientSumMode(TorchFunctionMode):
             found = own(*args, **kwargs)
             if found is not None:
                 return found
+        # F.batch_norm gives `training` by name. nn.SyncBatchNorm, whose statistics are those of all
+        # ranks, begins with torch.batch_norm_stats.
+        if (function is F.batch_norm and kwargs["training"]) or function is torch.batch_norm_stats:
+            raise validation.batch_statistics()
         return function(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:

@@ -177,6 +177,15 @@ def check_modules(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
+def batch_statistics() -> ArgumentError:
+    """Return the error for a batch normalisation that runs on the statistics of a chunk."""
+    return ArgumentError(
+        "head and loss_fn must not run a batch normalisation with statistics of its batch: a row's result "
+        "would depend on its chunk; put its module (a teacher, say) in eval mode, or run it before the call "
+        "and pass what it returns as a token tensor"
+    )
+
+
 def is_cut(argument: Any) -> bool:
     """Return True for an argument that is cut into chunks, not passed to each as it is."""
     return isinstance(argument, Tensor) and argument.dim() > 0

@@ -64,6 +64,31 @@ def test_rows_changed_before_backward():
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_batch_statistics_of_a_closure(mode):
+    teacher = nn.Sequential(nn.Linear(V, V), nn.BatchNorm1d(V)).double().requires_grad_(False)
+
+    def loss_fn(logits, labels):
+        with torch.no_grad():
+            target = teacher(logits)
+        return (logits - target).square().sum()
+
+    before = {name: each.clone() for name, each in teacher.state_dict().items()}
+    with pytest.raises(ValueError, match=r"batch normalisation with statistics.*eval mode.*token tensor"):
+        call(loss_fn, chunk_size=5, mode=mode)
+    torch.testing.assert_close(teacher.state_dict(), before | {"1.num_batches_tracked": torch.tensor(1)})
+    teacher.eval()
+    call(loss_fn, chunk_size=5, mode=mode).backward()
+
+
+def test_batch_statistics_of_all_ranks():
+    def loss_fn(logits, labels):  # as nn.SyncBatchNorm begins
+        return torch.batch_norm_stats(logits, 1e-5)[0].sum()
+
+    with pytest.raises(ValueError, match="batch normalisation with statistics"):
+        call(loss_fn)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("what", ["frozen", "partial", "eval", "buffer"])
 def test_values_changed_before_backward(mode, what):
     head = nn.Sequential(nn.Dropout(0.5), nn.Linear(D, V).double()).requires_grad_(False)
