@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional import closures, snapshot
 from lowtide.ops.chunked_loss.functional.snapshot import Snapshot
 from lowtide.ops.chunked_loss.functional.tensors import Functional
+from lowtide.ops.chunked_loss.isolation import any_transform
 from lowtide.ops.chunked_loss.replay import Replay
 
 Tensors = tuple[Tensor, ...]
@@ -51,6 +52,8 @@ class Job:
     aux: dict[str, Sum] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     """The loss of each chunk when it first ran, in mode "recompute"."""
+    adds_up: bool = False
+    """True once a loss that looked like a mean has been found to be a sum."""
     meter: Callable[[int], Any] = contextlib.nullcontext
     """Maps a chunk's place to a context manager under which the chunk is computed."""
 
@@ -79,6 +82,10 @@ class Job:
         out, value, aux = self.run(place, pieces, learned, operators)
         snapshot.check_buffers(self.functional, before)
         validation.check_result(value, len(pieces[0]), self.per_row)
+        if not self.adds_up:
+            validation.check_no_mean(
+                value, len(pieces[0]), lambda: self._adds_up(place, pieces, learned, operators)
+            )
         if value.requires_grad:
             closures.check_leaves(self.functional, value, (*pieces, *learned))
         for name, term in aux.items():
@@ -108,6 +115,38 @@ class Job:
             return out, value, {}
         validation.check_aux(value)
         return out, *value
+
+    def eps(self, tensors: Iterable[Tensor]) -> float:
+        """Return the precision of the coarsest dtype of these tensors and of autocast."""
+        dtypes = {tensor.dtype for tensor in tensors}
+        dtypes |= {dtype for _, dtype, enabled in self.replay.casts if enabled}
+        return max(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex)
+
+    def _adds_up(
+        self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode
+    ) -> bool | None:
+        """Return True if the loss of the first half of a chunk, given twice, is twice its loss.
+
+        Return None if this shows nothing: random numbers differ by row, and a value may be NaN.
+        """
+        capturing = self.replay.on_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or any_transform() or self.replay.drew():
+            return None
+        halves = tuple(piece[: len(piece) // 2].detach() for piece in pieces)
+        doubled = tuple(torch.cat([half, half]) for half in halves)
+        try:
+            with torch.no_grad():
+                once, twice = (
+                    float(self.run(place, each, learned, operators)[1]) for each in (halves, doubled)
+                )
+        except RuntimeError:  # head or loss_fn needs gradients, or the number of rows that they got
+            return None
+        if not math.isfinite(once) or not math.isfinite(twice):
+            return None
+        # Closer than half the digits, so that a mean is seen also beside a larger sum.
+        precision = self.eps((*pieces, *learned)) ** 0.5 / 32
+        self.adds_up = abs(twice - 2 * once) <= precision * (abs(twice) + abs(2 * once))
+        return self.adds_up
 
     def _add_aux(self, name: str, term: Any) -> None:
         total = self.aux.setdefault(name, Sum())

@@ -98,12 +98,9 @@ class _Loop:
         self.operators = GradientSumMode(self.learned, self.sums)
         self.has_graph = False
         self.scales: list[Tensor] = []
-        dtypes = {tensor.dtype for tensor in tensors}
-        dtypes |= {dtype for _, dtype, enabled in job.replay.casts if enabled}
-        self.digits = (
-            max(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex) ** 0.5
-        )
-        self.is_scaled = torch.float16 in dtypes
+        self.digits = job.eps(tensors) ** 0.5
+        casts = {dtype for _, dtype, enabled in job.replay.casts if enabled}
+        self.is_scaled = torch.float16 in casts | {tensor.dtype for tensor in tensors}
 
     def first(self, place: int, chunk: slice) -> Tensor:
         """Compute a chunk for the first time, add its gradients, and return its loss."""

@@ -5,7 +5,7 @@ Each error message names the argument, what was expected, what came, and what to
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lowtide.ops.linear_cross_entropy.data_sharded import check_whole
 
 MODES = ("gradient_in_forward", "recompute")
 MEANS = ("mean", "batchmean")
+LINEAR = ("Add", "Sub", "Neg", "ToCopy")  # nodes whose result has the means of their operands
 ORDER = "pass (loss_fn, head, hidden, ...) in this order"
 INSTEAD_OF_TENSOR = {
     "loss_fn": f"; {ORDER}",
@@ -136,7 +137,22 @@ def check_result(value: Any, rows: int, per_row: bool) -> None:
         raise ArgumentError(
             f"loss_fn must return the sum over its rows, {kinds}, got {list(value.shape)} for {rows} rows"
         )
-    if rows > 1 and _is_mean(value, rows):
+
+
+def check_no_mean(value: Tensor, rows: int, adds_up: Callable[[], bool | None]) -> None:
+    """Raise if a mean over the rows is among the terms of a 0-d value.
+
+    The graph tells which values may contain one. Of these, `adds_up` computes whether the value of
+    twice the same rows is twice the value. If it returns None, it could not tell; then raise if the
+    graph shows a mean that no factor can have turned into a sum.
+    """
+    root = value.grad_fn if value.dim() == 0 else None
+    if rows < 2 or not any(_may_average(node, rows) for node in graph_nodes(root, _may_keep_means(rows))):
+        return
+    found = adds_up()
+    if found is None:
+        found = not any(_averages(node, rows) for node in graph_nodes(root, _keeps_means))
+    if not found:
         raise ArgumentError(
             "loss_fn must return the sum over its rows, got their mean: means of chunks do not add up. Sum, "
             "and divide the result by the number of rows that count"
@@ -191,14 +207,23 @@ def is_cut(argument: Any) -> bool:
     return isinstance(argument, Tensor) and argument.dim() > 0
 
 
-def _is_mean(value: Tensor, rows: int) -> bool:
-    """Return True if a mean over the rows is among the terms of a 0-d value.
+def _may_average(node: Any, rows: int) -> bool:
+    """Return True if the result of a node may be a mean over the rows.
 
-    Two things are allowed: a mean over features, because it may be summed over rows; and a mean
-    times a number of rows, because it is a sum.
+    A division by their number is one, but this number may also be one of features.
     """
-    root = value.grad_fn if value.dim() == 0 else None
-    return any(_averages(node, rows) for node in graph_nodes(root, _keeps_means))
+    factor = _factor(node)
+    return factor == 1 / rows or _averages(node, rows)
+
+
+def _may_keep_means(rows: int) -> Callable[[Any], bool]:
+    """Return the test for nodes in whose result a mean among the operands may be one, too."""
+
+    def keeps(node: Any) -> bool:
+        factor = _factor(node)
+        return _kind(node) in LINEAR if factor is None else factor not in (0, rows)
+
+    return keeps
 
 
 def _averages(node: Any, rows: int) -> bool:
@@ -213,35 +238,36 @@ def _averages(node: Any, rows: int) -> bool:
 
 
 def _keeps_means(node: Any) -> bool:
-    """Return True if a mean among a node's operands is one in its result, too."""
-    kind = _kind(node)
-    if kind in ("Mul", "Div"):
-        return _is_fraction(kind, node._saved_other)
-    return kind in ("Add", "Sub", "Neg", "ToCopy")
+    """Return True if a mean among a node's operands is one in its result, too.
+
+    A factor above 1 may contain the number of rows, and so turn a mean into a sum.
+    """
+    factor = _factor(node)
+    return _kind(node) in LINEAR if factor is None else 0 < factor <= 1
 
 
 def _kind(node: Any) -> str:
     return type(node).__name__.removesuffix("Backward0").removesuffix("Backward1")
 
 
-def _is_fraction(kind: str, other: Any) -> bool:
-    """Return True if this factor ("Mul") or divisor ("Div") cannot turn a mean into a sum.
-
-    A factor between 0 and 1 and a divisor of at least 1 cannot. Any other may contain the number of
-    rows.
-    """
+def _factor(node: Any) -> float | None:
+    """Return the size of the Python number that a node multiplies by; None without one."""
+    kind = _kind(node)
+    if kind not in ("Mul", "Div"):
+        return None
+    other = node._saved_other
     if isinstance(other, Tensor):
         if other.dim() or other.device.type != "cpu" or torch_private.is_wrapped(other):
-            return False
+            return None
         one = torch.ones((), dtype=torch.float32)
         if other.is_floating_point() and (
             other.dtype != torch.float64 or torch.result_type(one, other) != one.dtype
         ):
-            return False  # an ordinary tensor; a Python number would not promote float32
+            return None  # an ordinary tensor; a Python number would not promote float32
         other = other.item()
-    if not isinstance(other, (int, float)):
-        return False
-    return abs(other) >= 1 if kind == "Div" else 0 < abs(other) < 1
+    if not isinstance(other, (int, float)) or (kind == "Div" and other == 0):
+        return None
+    return abs(1 / other if kind == "Div" else other)
 
 
 def _reduces_by_mean(loss_fn: Any) -> bool:

@@ -33,6 +33,12 @@ WEIGHT = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
             lambda logits, labels: cross_entropy(logits, labels) + 0.1 * logits.square().mean(),
             "got their mean",
         ),
+        (lambda logits, labels: divergence(logits, "batchmean"), "got their mean"),
+        (lambda logits, labels: 2.0**2 * divergence(logits, "batchmean"), "got their mean"),
+        (lambda logits, labels: logits.square().sum() / len(logits), "got their mean"),
+        (lambda logits, labels: -logits.square().sum() * (1 / len(logits)), "got their mean"),
+        (lambda logits, labels: 4 * F.cross_entropy(logits, labels.clamp(min=0)), "got their mean"),
+        (lambda logits, labels: 9 * logits.sum() + 0.01 * logits.square().mean(), "got their mean"),
         (partial(F.kl_div, reduction="batchmean"), "reduces by the mean"),
         (nn.KLDivLoss(reduction="batchmean"), "reduces by the mean"),
         (F.cross_entropy, "reduces by the mean.*reduction='sum'"),
@@ -71,12 +77,46 @@ def test_reduction_mixed():
         lambda logits, labels: F.cross_entropy(
             logits, labels.clamp(min=0), label_smoothing=0.1, reduction="sum"
         ),
+        lambda logits, labels: divergence(logits, "sum") / 5,
+        lambda logits, labels: sum(map(F.cross_entropy, logits, labels.clamp(min=0))),
+        lambda logits, labels: sum(F.mse_loss(row, -row) for row in logits[:, :5]),
+        lambda logits, labels: sum(row.mean() for row in logits[:, :5]),
         partial(F.cross_entropy, reduction="sum"),
         nn.CrossEntropyLoss(reduction="sum"),
     ],
 )
 def test_reduction_sum_accepted(loss_fn):
     call(loss_fn, chunk_size=5).backward()
+
+
+def divergence(logits, reduction):
+    logits = logits.log_softmax(-1)
+    return F.kl_div(logits, logits.detach().cos().softmax(-1), reduction=reduction)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_sum_that_looks_like_a_mean(mode, dropout):
+    """It is computed twice more for the first chunk alone, which does not change the result."""
+    calls = []
+
+    def loss_fn(logits, labels):
+        calls.append(len(logits))
+        return logits.square().sum() / 5
+
+    head = nn.Sequential(nn.Dropout(dropout), nn.Linear(D, V)).double()
+    hidden = torch.randn(15, D, dtype=torch.float64, requires_grad=True)
+    labels = torch.zeros(15, dtype=torch.int64)
+    torch.manual_seed(0)
+    loss = chunked_loss(loss_fn, head, hidden, labels, chunk_size=5, mode=mode)
+    assert calls == ([5, 5, 5] if dropout else [5, 2, 4, 5, 5])
+    loss.backward()
+    torch.manual_seed(0)
+    again = hidden.detach().requires_grad_()
+    expected = sum(head(chunk).square().sum() for chunk in again.split(5)) / 5
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(hidden.grad, again.grad)
 
 
 @pytest.mark.parametrize(
