@@ -202,7 +202,8 @@ def chunked_loss(
             Tensors have different rows, are on several devices, or are not dense (sparse, nested).
             A result is no sum (a mean; a value for each row, in ``"gradient_in_forward"``).
             A parameter is in a closure. A tensor kept from a chunk is differentiated outside of it.
-            A buffer changes in the loop. A batch normalisation uses batch statistics.
+            A buffer changes in the loop, or a learned parameter's ``.data`` is assigned to. A batch
+            normalisation uses batch statistics.
             A value changes before it is used again: labels in place, a frozen weight,
             ``head.eval()``, a constant in a closure or on a module. If this check misses a change,
             the loss of a chunk that is computed again differs, which is an error too; on CUDA the

@@ -78,9 +78,10 @@ class Job:
         self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode
     ) -> tuple[Any, Tensor]:
         """Compute a chunk for the first time, with checks; return head's output and the loss."""
-        before = snapshot.buffers(self.functional)
+        before, where = snapshot.buffers(self.functional), snapshot.addresses(learned)
         out, value, aux = self.run(place, pieces, learned, operators)
         snapshot.check_buffers(self.functional, before)
+        snapshot.check_addresses(self.functional, learned, where)
         validation.check_result(value, len(pieces[0]), self.per_row)
         if not self.adds_up:
             validation.check_no_mean(

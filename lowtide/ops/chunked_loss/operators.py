@@ -32,6 +32,7 @@ from lowtide.core import torch_private
 from lowtide.core.checks import HALVES
 from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.accumulate import Sum, sum_dtype
+from lowtide.ops.chunked_loss.functional.tensors import is_plain
 from lowtide.ops.chunked_loss.isolation import is_isolated
 from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     LogitTransform,
@@ -96,7 +97,7 @@ class GradientSumMode(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """Return F.linear, whose backward adds to the sums, or None if unsupported."""
         total = self.sums.get(id(weight))
-        if total is None or weight.dim() != 2 or type(input) is not Tensor or type(weight) is not Tensor:
+        if total is None or weight.dim() != 2 or type(input) is not Tensor or not is_plain(type(weight)):
             return None
         kind = input.device.type
         dtype = input.dtype

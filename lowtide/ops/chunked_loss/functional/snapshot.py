@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.core.errors import ArgumentError
 from lowtide.ops.chunked_loss.functional.constants import constants
-from lowtide.ops.chunked_loss.functional.tensors import ROW, Functional
+from lowtide.ops.chunked_loss.functional.tensors import ROW, Functional, is_plain
 
 
 class Snapshot:
@@ -83,6 +84,25 @@ def check_buffers(functional: Functional, before: dict[str, tuple[int, int]]) ->
             f"head and loss_fn must not change buffers, but did: {', '.join(changed)}. Once a chunk is "
             "not once a step, and a row's result would depend on its chunk; put such a layer in eval mode or "
             "before the head"
+        )
+
+
+def addresses(learned: Sequence[Tensor]) -> list[int]:
+    """Return where the memory of each tensor begins; 0 for one that wraps others."""
+    return [
+        each.data_ptr() if is_plain(type(each)) and not torch_private.is_wrapped(each) else 0
+        for each in learned
+    ]
+
+
+def check_addresses(functional: Functional, learned: Sequence[Tensor], before: Sequence[int]) -> None:
+    """Raise if head or loss_fn has given a learned tensor other memory than its original has."""
+    places = zip(functional.names, before, addresses(learned))
+    moved = [name for name, was, now in places if was != now]
+    if moved:
+        raise ArgumentError(
+            f"head and loss_fn must not assign to the .data of what they learn, but did: {', '.join(moved)}. "
+            "A chunk runs on a copy, so the parameter would keep its old values: assign to it before the call"
         )
 
 

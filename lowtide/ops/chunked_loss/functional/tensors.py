@@ -2,8 +2,9 @@
 
 Autograd has to know every tensor that a loss depends on. An nn.Module brings its parameters, a
 bound method those of its module, a functools.partial its arguments. While a chunk runs, these
-tensors are replaced by detached copies that share their memory. So hooks of the originals do not
-see the gradients of single chunks. Tensors in a closure cannot be replaced (closures.py).
+tensors are replaced by detached copies that share their memory, class and attributes. So hooks of
+the originals do not see the gradients of single chunks. Tensors in a closure cannot be replaced
+(closures.py).
 """
 
 import functools
@@ -89,6 +90,8 @@ class Functional:
 
         `run` must include the backward pass, in which a head with checkpoints runs once more.
         """
+        for copy, original in zip(learned, self.learned):
+            _pass_off(copy, original)
         # torch.func.functional_call does the same, but takes 30 times as long, for each chunk.
         originals = [parameters[name] for parameters, name, _ in self._parameters]
         try:
@@ -127,6 +130,26 @@ def find_owned(function: Any, name: str) -> Iterator[tuple[str, nn.Module | Tens
             yield from find_owned(value, f"{name}.{key}")
     elif inspect.ismethod(function):
         yield from find_owned(function.__self__, name)
+
+
+@functools.lru_cache(maxsize=64)
+def is_plain(kind: type[Tensor]) -> bool:
+    """Return True for torch.Tensor, nn.Parameter, and classes that compute as they do."""
+    function = getattr(kind, "__torch_function__", None)
+    own = kind is not Tensor and function is not nn.Parameter.__torch_function__
+    return not own and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def _pass_off(copy: Tensor, original: Tensor) -> None:
+    """Give a copy the class and the attributes of its original, for code that asks for them.
+
+    Code asks whether a tensor is an nn.Parameter, and muP asks each parameter for its `infshape`.
+    """
+    if type(copy) is Tensor and is_plain(type(original)):
+        copy.__class__ = type(original)
+        copy.__dict__ = original.__dict__  # what the code writes there is seen on the original
+    elif copy is not original:
+        vars(copy).update({key: each for key, each in vars(original).items() if key not in vars(copy)})
 
 
 def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
