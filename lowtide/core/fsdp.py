@@ -254,6 +254,32 @@ def check_gathered(name: str, parameter: Tensor) -> None:
         )
 
 
+def refuse_other_replicas(parameter: Any) -> None:
+    """Raise if a unit around a head of lowtide.shard_head averages over ranks beyond the head's.
+
+    A unit on a mesh of two dimensions shards over one and averages gradients over both. The head's
+    gradient is averaged over the ranks of its own mesh alone, and its replicas would train apart.
+    """
+    if torch.compiler.is_compiling():
+        return
+    mesh = parameter.device_mesh
+    for unit, group in _groups():
+        around = group.mesh_info.mesh
+        if around.size() <= mesh.size() or not _holds_parameter_on(mesh, unit):
+            continue
+        beyond = sorted(set(around.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
+        raise ArgumentError(
+            "the mesh of lowtide.shard_head must have all ranks over which FSDP2 averages gradients, got "
+            f"{mesh.size()} of the {around.size()} ranks of the unit around the head: the head's gradient "
+            f"would miss ranks {beyond}; call shard_head with one dimension of all of them, "
+            "mesh._flatten('dp') of the mesh that fully_shard gets"
+        )
+
+
+def _holds_parameter_on(mesh: Any, unit: nn.Module) -> bool:
+    return any(is_dtensor(each) and each.device_mesh == mesh for each in unit.parameters())
+
+
 def refuse_unreduced(name: str, tensor: Any) -> None:
     """Raise for a tensor that is computed from `full_tensor()` of a sharded parameter.
 
@@ -282,6 +308,13 @@ def _makes_whole(node: Any) -> bool:
 
 def _parameters() -> Iterator[tuple[Any, Any]]:
     """Yield the unit and torch's record of every parameter that FSDP2 shards."""
+    for unit, group in _groups():
+        for each in group.fsdp_params:
+            yield unit, each
+
+
+def _groups() -> Iterator[tuple[Any, Any]]:
+    """Yield every unit that shards parameters, with torch's record of each group of these."""
     composable = sys.modules.get("torch.distributed._composable_state")
     for module in list(composable._module_state_mapping) if composable else ():
         if not is_unit(module):
@@ -289,6 +322,4 @@ def _parameters() -> Iterator[tuple[Any, Any]]:
         state: Any = module._get_fsdp_state()
         # Before torch 2.13 a unit has one group at most.
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in groups:
-            for each in group.fsdp_params if group else ():
-                yield module, each
+        yield from ((module, group) for group in groups if group)

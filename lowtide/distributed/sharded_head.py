@@ -35,7 +35,8 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
 
     Parameters stay what they are under FSDP2: DTensors with placement Shard(0), of the same names,
     sizes and shards. So optimizers, `clip_grad_norm_`, state dicts and torch.distributed.checkpoint
-    see no difference. Gradients are averaged over the ranks, as FSDP2 averages them.
+    see no difference where fully_shard gets the same mesh. Gradients are averaged over the ranks, as
+    FSDP2 averages them.
 
     These take the head: :func:`lowtide.linear_cross_entropy`, :func:`lowtide.linear_log_probs`,
     :class:`lowtide.LinearCrossEntropyLoss`, the divergences of `lowtide.distillation` and
@@ -47,7 +48,8 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
     Args:
         model: any module, before fully_shard.
         mesh: the device mesh of one dimension that fully_shard gets: all ranks have tokens of their
-            own.
+            own. Where fully_shard replicates over a second dimension (HSDP), pass both as one,
+            ``mesh._flatten("dp")``.
         head: the :class:`torch.nn.Linear` to divide; None finds it as `defer_logits` does.
 
     Returns:
@@ -64,8 +66,9 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
 
     Raises:
         ValueError, TypeError: for a head that is not a :class:`torch.nn.Linear`, tied with another
-            module's parameter, or sharded already; for a mesh of several dimensions. Each is also
-            a RuntimeError.
+            module's parameter, or sharded already; for a mesh of several dimensions; in a forward,
+            for a mesh that lacks ranks over which FSDP2 averages the gradients of a unit around the
+            head. Each is also a RuntimeError.
 
     Source: Partial FC (arxiv.org/abs/2010.05222) divides the classes of a face recogniser in this
     way.
@@ -124,8 +127,9 @@ def _check_mesh(mesh: Any) -> None:
         )
     if mesh.ndim != 1:
         raise ArgumentError(
-            f"mesh must have one dimension, over which tokens differ, got {mesh.ndim}; pass the dimension "
-            "that shards parameters, or flatten those over which gradients are averaged"
+            f"mesh must have one dimension, of all ranks over which gradients are averaged, got {mesh.ndim}; "
+            "flatten those that shard or replicate parameters (mesh._flatten('dp')), and leave out others, "
+            "as of tensor parallelism (mesh['dp'])"
         )
 
 

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from lowtide.core.checks import check_tensors
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
-from lowtide.core.fsdp import MARK, is_parameter, reshaped
+from lowtide.core.fsdp import MARK, is_parameter, refuse_other_replicas, reshaped
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import classes_of_rank
 from lowtide.ops.linear_cross_entropy.ranks.agreement import agree_on_gradient
 from lowtide.ops.linear_cross_entropy.sharding import telling_errors
@@ -87,6 +87,7 @@ def gathered(tensor: Any) -> Tensor:
     """
     from torch.distributed.tensor import Partial
 
+    refuse_other_replicas(tensor)
     whole: Tensor = tensor.full_tensor(grad_placements=[Partial()])
     return _scale_gradient(whole, tensor.device_mesh.size())
 
@@ -176,6 +177,7 @@ def own_part(parameter: Any, dtype: torch.dtype) -> Tensor:
     FSDP2's policy casts the parameters that it gathers in the same way. The gradient is averaged
     over the ranks.
     """
+    refuse_other_replicas(parameter)
     return _scale_gradient(parameter.to_local().to(dtype), parameter.device_mesh.size())
 
 
