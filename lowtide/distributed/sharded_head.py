@@ -35,8 +35,8 @@ def shard_head(model: nn.Module, mesh: "DeviceMesh", *, head: nn.Module | None =
 
     Parameters stay what they are under FSDP2: DTensors with placement Shard(0), of the same names,
     sizes and shards. So optimizers, `clip_grad_norm_`, state dicts and torch.distributed.checkpoint
-    see no difference where fully_shard gets the same mesh. Gradients are averaged over the ranks, as
-    FSDP2 averages them.
+    see no difference where fully_shard gets the same mesh. Gradients are averaged over the ranks,
+    as FSDP2 averages them.
 
     These take the head: :func:`lowtide.linear_cross_entropy`, :func:`lowtide.linear_log_probs`,
     :class:`lowtide.LinearCrossEntropyLoss`, the divergences of `lowtide.distillation` and

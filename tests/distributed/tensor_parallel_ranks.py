@@ -4,6 +4,7 @@ by their own code with deferred logits, beside one process.
 Shapes: B sequences, T tokens, D features, V classes.
 """
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -72,6 +73,32 @@ def of_torch(kind, mesh):
     return found
 
 
+def chunked(kind, mesh):
+    """chunked_loss with logits that are DTensors: a plain loss, one process's gradients."""
+    mode = "recompute" if "recompute" in kind else "gradient_in_forward"
+    tokens, targets = torch.randint(V, (2, B, T), generator=generator(1))
+    model, alone = build(kind).double(), build(kind).double()
+    model = parallel(kind, model, mesh)
+
+    def of_rows(logits, targets, reduction="sum"):
+        return F.cross_entropy(logits, targets, reduction=reduction)
+
+    def loss_of(each, loss_fn, **options):
+        hidden = each.body(each.embed(tokens)).tanh()
+        return lowtide.chunked_loss(loss_fn, each.lm_head, hidden, targets, chunk_size=3, **options)
+
+    with loss_parallel():
+        loss = loss_of(model, of_rows, mode=mode) / targets.numel()
+        loss.backward()
+        with pytest.raises(ValueError, match="got their mean"):
+            loss_of(model, lambda *rows: of_rows(*rows, "mean"), mode=mode)
+    expected = loss_of(alone, of_rows) / targets.numel()
+    expected.backward()
+    assert type(loss) is torch.Tensor
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+    return {"errors": largest_errors(model, alone)}
+
+
 def of_transformers(kind, mesh):
     import transformers
 
@@ -121,4 +148,6 @@ def saved_and_loaded(model):
 
 def run(kind, rank):
     mesh = mesh_of(RANKS)
+    if "chunked" in kind:
+        return chunked(kind, mesh)
     return (of_transformers if "transformers" in kind else of_torch)(kind, mesh)

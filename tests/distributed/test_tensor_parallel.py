@@ -13,13 +13,14 @@ FUSED = [
 ]
 REAL = ["gathered, real"]
 LOCAL = "local"
+CHUNKED = ["chunked, loss parallel", "chunked, loss parallel, bias", "chunked, loss parallel, recompute"]
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def results(request, tmp_path_factory):
     pytest.importorskip("transformers")
     store = tmp_path_factory.mktemp("ranks") / "store"
-    kinds = [*FUSED, *REAL, LOCAL]
+    kinds = [*FUSED, *REAL, *CHUNKED, LOCAL]
     return run_ranks("tests.distributed.tensor_parallel_ranks", store, kinds, device=request.param)
 
 
@@ -39,3 +40,11 @@ def test_local_logits_refused(results):
     """A loss of one rank's classes, computed by code of its own."""
     for rank in results:
         assert "Give the head the output layout Replicate()" in rank[LOCAL]["raised"]
+
+
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_chunked_loss(results, kind):
+    """Of torchtitan's head, whose logits are DTensors, in float64."""
+    for rank in results:
+        assert "raised" not in rank[kind], rank[kind]["raised"]
+        assert all(each <= 1e-14 for each in rank[kind]["errors"].values())

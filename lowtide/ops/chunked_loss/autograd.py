@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lowtide.core import torch_private
 from lowtide.core.checks import HALVES
+from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import scaled
 from lowtide.ops.chunked_loss.functional.snapshot import check_none
@@ -107,9 +108,10 @@ def _scaled(job: Job, gradient: Tensor, factor: Tensor | None, grad_output: Tens
         return torch.sparse_coo_tensor(*own, check_invariants=False, is_coalesced=True)
     # Multiply in float32 for half precision, so that the result is rounded once.
     grad_output = grad_output.to(torch.promote_types(gradient.dtype, torch.float32))
-    if is_batched(grad_output):
+    if is_batched(grad_output) or is_dtensor(gradient):
         factor = _by_row(job, factor, gradient) if factor is not None and factor.dim() else factor
-        return (gradient * (grad_output if factor is None else grad_output * factor)).to(gradient.dtype)
+        whole = grad_output if factor is None else grad_output * factor
+        return (gradient.to(whole.dtype) * whole).to(gradient.dtype)
     # If the graph is freed, its tensors may be overwritten; if it is retained, they will be read
     # again.
     in_place = not torch_private.keeps_graph()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 from lowtide.core.matmul import blocks
 from lowtide.core.strides import flattens, gathered_rows
@@ -112,10 +113,15 @@ class Job:
         """
         with self.replay.chunk(place), operators or contextlib.nullcontext():
             out, value = self.functional(pieces[: self.hidden], pieces[self.hidden :], learned)
-        if not self.has_aux:
-            return out, value, {}
-        validation.check_aux(value)
-        return out, *value
+        aux = {}
+        if self.has_aux:
+            validation.check_aux(value)
+            value, aux = value
+        if is_dtensor(value) and not any(map(is_dtensor, pieces)):
+            # The head's logits are DTensors. The gradients of rows are plain, and so must be that
+            # of the loss, which they are multiplied by.
+            value = value.full_tensor()
+        return out, value, aux
 
     def eps(self, tensors: Iterable[Tensor]) -> float:
         """Return the precision of the coarsest dtype of these tensors and of autocast."""

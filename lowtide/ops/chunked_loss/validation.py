@@ -21,7 +21,9 @@ from lowtide.ops.linear_cross_entropy.data_sharded import check_whole
 
 MODES = ("gradient_in_forward", "recompute")
 MEANS = ("mean", "batchmean")
-LINEAR = ("Add", "Sub", "Neg", "ToCopy")  # nodes whose result has the means of their operands
+OF_FULL_TENSOR = ("_ToTorchTensorBackward", "RedistributeBackward")  # nodes of DTensor.full_tensor()
+# Nodes whose result has the means of their operands.
+LINEAR = ("Add", "Sub", "Neg", "ToCopy", *OF_FULL_TENSOR)
 ORDER = "pass (loss_fn, head, hidden, ...) in this order"
 INSTEAD_OF_TENSOR = {
     "loss_fn": f"; {ORDER}",

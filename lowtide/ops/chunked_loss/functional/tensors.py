@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from lowtide.core.errors import ArgumentTypeError
