@@ -244,14 +244,10 @@ def _shards_on_mesh_of(tensor: Any) -> bool:
     )
 
 
-def check_gathered(name: str, parameter: Tensor) -> None:
+def check_gathered(name: str, parameter: Tensor, advice: str) -> None:
     """Raise for a parameter that a unit has sharded and not gathered."""
     if find_sharded(parameter) is not None:
-        raise ArgumentError(
-            f"{name} is sharded by FSDP2 here, outside of the forward of its unit: make a unit of head "
-            "(fully_shard(head) before its parent's), or call this in the forward of the unit that head is "
-            "part of"
-        )
+        raise ArgumentError(f"{name} is sharded by FSDP2 here, outside of the forward of its unit: {advice}")
 
 
 def refuse_other_replicas(parameter: Any) -> None:

@@ -1,6 +1,6 @@
-"""What test_hybrid.py runs as four processes: FSDP2 that replicates over one dimension of a mesh
-and shards over the other (HSDP), with a head of lowtide.shard_head. A scenario returns the relative
-error of each parameter after some steps, against one process.
+"""What test_hybrid.py runs as four processes: a head of lowtide.shard_head under FSDP2 that
+replicates over one dimension of a mesh and shards over the other (HSDP), and under DDP. A scenario
+returns the relative error of each parameter after some steps, against one process.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from tests.support.ranks import generator, mesh_of, whole
@@ -35,14 +36,19 @@ def run(kind: str, rank: int) -> dict[str, Any]:
     mesh = mesh_of(2, 2, mesh_dim_names=("replicate", "shard"))
     model, alone = Model(), Model()
     own = lowtide.shard_head(model, head_mesh(kind, mesh))
-    fully_shard(model.body, mesh=mesh)
-    fully_shard(model, mesh=mesh, ignored_params=own)
+    wrapped = model
+    if "ddp" in kind:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["lm_head.weight"])
+        wrapped = DistributedDataParallel(model)
+    else:
+        fully_shard(model.body, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params=own)
     if "real" in kind:
         model(torch.zeros(1, 3, dtype=torch.long))
     deferral = lowtide.defer_logits(model)
     tokens, labels = torch.randint(25, (2, 3, 4, 2, 5), generator=generator(1))
     for step in range(3):
-        for each, own_tokens in ((model, rank), (alone, slice(None))):
+        for each, own_tokens in ((wrapped, rank), (alone, slice(None))):
             own_labels = labels[step, own_tokens].flatten()
             F.cross_entropy(each(tokens[step, own_tokens]).flatten(0, -2), own_labels).backward()
         if "clipped" in kind:

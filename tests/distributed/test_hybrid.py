@@ -1,4 +1,4 @@
-"""FSDP2 that shards and replicates, with a head of lowtide.shard_head: one process's parameters."""
+"""A head of lowtide.shard_head beside DDP, and FSDP2 that shards and replicates: one process's."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.ranks import needs_gloo, run_ranks
 
 pytestmark = needs_gloo
 
-EXACT = ("flattened", "flattened, clipped")
+EXACT = ("flattened", "flattened, clipped", "ddp")
 REFUSED = ("shard", "shard, real logits")  # they come last, as they leave FSDP's hooks halfway
 
 

@@ -21,6 +21,10 @@ from lowtide.ops.linear_cross_entropy.data_sharded import check_whole
 
 MODES = ("gradient_in_forward", "recompute")
 MEANS = ("mean", "batchmean")
+GATHERING = (
+    "make a unit of head (fully_shard(head) before its parent's) and pass head itself, or call this in the "
+    "forward of the unit that head is part of"
+)
 OF_FULL_TENSOR = ("_ToTorchTensorBackward", "RedistributeBackward")  # nodes of DTensor.full_tensor()
 # Nodes whose result has the means of their operands.
 LINEAR = ("Add", "Sub", "Neg", "ToCopy", *OF_FULL_TENSOR)
@@ -92,7 +96,7 @@ def check_learned(names: Sequence[str], learned: Sequence[Tensor], hidden: Tenso
     """Raise unless the learned tensors are dense, whole, real and on hidden's device."""
     for name, tensor in zip(names, learned):
         check_dense(name, tensor)
-        check_gathered(name, tensor)
+        check_gathered(name, tensor, GATHERING)
         check_whole(name, tensor)
         if tensor.is_complex():
             raise ArgumentTypeError(

@@ -33,6 +33,12 @@ from lowtide.ops.linear_cross_entropy.data_sharded import (
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
 from lowtide.ops.linear_cross_entropy.sharding import TENSORS, Division, ShardedCall, sharded_call
 
+GATHERING = (
+    "call this in the forward of the unit that holds the head, which must be no unit of its own (leave out "
+    "fully_shard(head)); or divide a student's head by lowtide.shard_head, and pass a teacher's, which takes "
+    "no gradient, as weight.detach().full_tensor()"
+)
+
 
 def own_heads(
     heads: Heads, division: Division
@@ -121,7 +127,7 @@ def _check_parameter(name: str, parameter: Any) -> None:
     """Raise for a parameter that lowtide.shard_head or FSDP2 divides, or a tensor made from one."""
     check_whole(name, parameter)
     refuse_unreduced(name, parameter)
-    check_gathered(name, parameter)
+    check_gathered(name, parameter, GATHERING)
     refuse_derived(name, parameter)
 
 

@@ -96,12 +96,16 @@ def fsdp() -> None:
     plain = torch.randn(24, 6)
     for message, pair in {
         "student_weight is sharded by FSDP2": weights,
+        "which must be no unit of its own (leave out fully_shard(head))": weights,
         "teacher_weight is sharded by FSDP2": (plain, weights[1]),
         "student_weight must be the parameter that FSDP2 shards": (weights[0].detach(), plain),
         "student_weight must be the parameter itself": (weights[0].full_tensor(), plain),
     }.items():
         found = raised(lambda pair=pair: fused(Inputs(x, pair[0], x, pair[1]), "forward"))
         assert message in found, found
+    whole = weights[1].detach().full_tensor()  # as the errors say of a teacher
+    found, expected = (fused(Inputs(x, plain, x, each), "forward") for each in (whole, whole.clone()))
+    assert torch.equal(found, expected)
     divided = torch.nn.Linear(6, 24, bias=False)
     lowtide.shard_head(torch.nn.Sequential(divided), mesh, head=divided)
     assert "teacher_weight belongs to a head of lowtide.shard_head" in raised(
