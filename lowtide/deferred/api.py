@@ -216,7 +216,8 @@ def defer_logits(
 
     Limits: `isinstance(logits, torch.Tensor)` is False. Code that multiplies by the head's `weight`
     itself never calls the head, and `deferral.fused` stays 0. A change of a weight through its
-    `.data` is not noticed: it leaves the version counter as it is, as everywhere in torch.
+    `.data` is noticed only in the step of a :class:`torch.optim.Optimizer`: it leaves the
+    version counter as it is, as everywhere in torch.
 
     Example::
 

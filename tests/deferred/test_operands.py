@@ -48,6 +48,73 @@ def test_slices_after_step(name):
             PARTS[name](logits)
 
 
+class ByData(torch.optim.Optimizer):
+    """Writes to the parameters' data, as optimizers with kernels of their own do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.data.sub_(each.grad)
+
+
+SILENT = {  # These leave the parameters' versions as they are.
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=10.0, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "by data": ByData,
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("tied", [False, True])
+def test_silent_step(name, grad, tied):
+    model, tokens, targets = make(tied=tied)
+    optimizer = SILENT[name](model.parameters())
+    with lowtide.defer_logits(model):
+        with torch.set_grad_enabled(grad):
+            logits = model(tokens)[0]
+        best = logits.argmax(-1)
+        loss_of(model(tokens)[0], targets).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=CHANGED):
+            logits.argmax(-1)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            logits[:, 1:].log_softmax(-1)[..., 0].sum()
+    assert best.shape == tokens.shape
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_silent_step_before_backward(name):
+    """A loss is refused as after an optimizer that raises versions: its gradient would be wrong."""
+    model, tokens, targets = make()
+    optimizer = SILENT[name](model.parameters())
+    with lowtide.defer_logits(model):
+        kept = F.softplus(model(tokens)[0].logsumexp(-1)).sum()
+        loss_of(model(tokens)[0], targets).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+            kept.backward()
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_silent_step_elsewhere(name):
+    """Of parameters without a gradient, and of another model's: the logits are what they were."""
+    model, tokens, targets = make()
+    other = make()[0]
+    expected = model(tokens)[0].logsumexp(-1).detach()
+    with lowtide.defer_logits(model), lowtide.defer_logits(other):
+        logits, kept = model(tokens)[0], other(tokens)[0]
+        loss_of(kept, targets).backward()
+        SILENT[name]([*model.parameters(), *other.parameters()]).step()
+        torch.testing.assert_close(logits.logsumexp(-1), expected)
+        with pytest.raises(RuntimeError, match=CHANGED):
+            kept.logsumexp(-1)
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_slices_before_step(name):
     """A view of the hidden states or the weight is told from what it was; a copy is not."""

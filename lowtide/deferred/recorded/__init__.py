@@ -7,6 +7,7 @@ Modules, in import order (a module imports only from those above it):
 * functions: the autograd.Functions in whose forward the code runs.
 * head_call: what all logits of one call of the head share.
 * handlers: the functions that run in place of torch's, by name.
+* steps: the steps of optimizers, counted as changes in place of what logits are made of.
 * sharded: heads that are divided by classes over ranks.
 * expression: the recorded operations, a tree that can be evaluated on any of its rows.
 * logits: `DeferredLogits`, the proxy for logits.

@@ -21,6 +21,7 @@ from torch import Tensor
 from lowtide.core.autodiff import in_transform
 from lowtide.core.collectives import is_dtensor
 from lowtide.deferred.recorded.sharded import whole
+from lowtide.deferred.recorded.steps import Memory
 from lowtide.ops.linear_cross_entropy.data_sharded import is_data_sharded
 
 Node = Union["Linear", "Apply"]
@@ -49,6 +50,8 @@ class RecordedTensor(NamedTuple):
     tensor: Tensor
     version: int | None
     """The version counter; None while torch.compile traces, where there is none."""
+    memory: Memory | None = None
+    """The model's memory that the tensor was made of, whose counter an optimizer's step raises."""
 
     def value(self) -> Tensor:
         """Return the tensor; raise an error if it has since been changed or freed."""
@@ -178,9 +181,10 @@ def with_tensors(
     """
     if isinstance(node, Linear):
         input, weight = node.input.value(), node.weight.value()
+        memory = node.input.memory, node.weight.memory
         return node._replace(
-            input=node.input if rows is None else record(rows(input)),
-            weight=node.weight if classes is None else record(classes(whole(weight, input))),
+            input=node.input if rows is None else record(rows(input), memory[0]),
+            weight=node.weight if classes is None else record(classes(whole(weight, input)), memory[1]),
             bias=node.bias if classes is None or node.bias is None else classes(whole(node.bias, input)),
         )
 
@@ -216,20 +220,23 @@ def with_first_input(node: Node, change: Change) -> Node:
     return with_tensors(node, rows=lambda x: next(changes, lambda x: x)(x))
 
 
-def record(tensor: Tensor) -> RecordedTensor:
+def record(tensor: Tensor, memory: Memory | None = None) -> RecordedTensor:
     """Record a tensor whose data no other code can replace."""
-    return RecordedTensor(tensor, _version(tensor))
+    return RecordedTensor(tensor, _version(tensor), memory)
 
 
 def record_shared(tensor: Tensor) -> RecordedTensor:
     """Record a model's tensor by an alias, which keeps its memory if `tensor.data` is replaced."""
     # An alias would lose the tangent of forward mode, and the level of a transform.
-    if torch.compiler.is_compiling() or in_transform(tensor) or is_dtensor(tensor):
+    if torch.compiler.is_compiling() or in_transform(tensor):
         return record(tensor)
     if tensor.is_inference():  # Without a version counter a change would go unnoticed.
         return record(tensor.clone())
+    memory = Memory(tensor)
+    if is_dtensor(tensor):
+        return record(tensor, memory)
     tracked = tensor.requires_grad and torch.is_grad_enabled()
-    return record(_Alias.apply(tensor) if tracked else tensor.detach())
+    return record(_Alias.apply(tensor, memory) if tracked else tensor.detach(), memory)
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -252,17 +259,17 @@ class _Alias(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(tensor: Tensor) -> Tensor:
+    def forward(tensor: Tensor, memory: Memory) -> Tensor:
         return tensor.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        pass
+        _, ctx.memory = inputs  # for as long as the graph may be differentiated
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         return tangent

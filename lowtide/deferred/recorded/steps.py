@@ -1,0 +1,52 @@
+"""Count the steps of optimizers over the memory that logits are made of, as changes in place.
+
+Fused optimizers, and those that write to `.data`, leave the version counters of the parameters as
+they are.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowtide.core.collectives import is_dtensor
+
+
+class Memory:
+    """Identify a tensor's memory; logits, and their autograd graph, keep this object."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.address = _address(tensor)
+        _used.add(self)
+        _listen()
+
+
+_used: weakref.WeakSet[Memory] = weakref.WeakSet()
+
+
+@functools.cache
+def _listen() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise the version counters of stepped parameters that logits are made of."""
+    if torch.compiler.is_compiling():
+        return
+    used = {each.address for each in list(_used)}
+    if not used:
+        return
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if each.grad is not None and _address(each) in used:
+                increment_version(each)
+
+
+def _address(tensor: Tensor) -> int:
+    own: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return int(own.untyped_storage()._cdata)
