@@ -212,7 +212,7 @@ def defer_logits(
             * for logits passed to an :class:`torch.autograd.Function`, or read by
               `torch.as_tensor`, which would lose their gradient (pass `logits.materialize()`);
             * for logits that leave an autograd.Function (a reentrant checkpoint) where gradients
-              are on, or a transform of torch.func.
+              are on, or that a transform of torch.func takes or returns.
 
     Limits: `isinstance(logits, torch.Tensor)` is False. Code that multiplies by the head's `weight`
     itself never calls the head, and `deferral.fused` stays 0. A change of a weight through its

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
+from lowtide.core import torch_private
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.functions import in_function
 from lowtide.deferred.recorded.logits import NO_GRADIENT, DeferredLogits
@@ -70,28 +71,46 @@ def _register_hook(leaf: LogitsLeaf, hook: Any) -> Any:
     raise RuntimeError("cannot register a hook on logits that don't require gradient")
 
 
-def _flatten(logits: DeferredLogits) -> tuple[list[Any], DeferredLogits]:
+TRANSFORMED = (
+    "a transform of torch.func (vmap, vjp, grad with has_aux, ...) can neither take nor return deferred "
+    "logits; give it logits.materialize(), and return what is made of them there, or logits.materialize()"
+)
+
+
+class _Context:
+    """Hold the logits of a leaf; trees with logits in the same places have equal structures."""
+
+    def __init__(self, logits: DeferredLogits) -> None:
+        self.logits = logits
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Context)
+
+    __hash__ = object.__hash__
+
+
+def _flatten(logits: DeferredLogits) -> tuple[list[Any], _Context]:
     if logits.tensor is not None:
-        return [logits.tensor], logits
+        return [logits.tensor], _Context(logits)
     if torch._C._functorch.maybe_current_level() is not None:
-        raise RuntimeError(
-            "a transform of torch.func (vmap, grad with has_aux, ...) cannot return deferred logits; return "
-            "what is made of them there, or logits.materialize()"
-        )
+        raise RuntimeError(TRANSFORMED)
     hidden = expression.hidden(logits.node)
     if type(hidden) is not Tensor:  # A fake tensor cannot change its class, and needs no mapping.
-        return [], logits
-    return [_made(hidden.as_subclass(LogitsLeaf), logits, copied=False)], logits
+        return [], _Context(logits)
+    return [_made(hidden.as_subclass(LogitsLeaf), logits, copied=False)], _Context(logits)
 
 
-def _unflatten(leaves: Iterable[Any], logits: DeferredLogits) -> Any:
-    leaves = list(leaves)
+def _unflatten(leaves: Iterable[Any], context: _Context) -> Any:
+    leaves, logits = list(leaves), context.logits
     if not leaves:
         return logits
     (leaf,) = leaves
     unchanged = isinstance(leaf, LogitsLeaf) and not leaf.copied
     if unchanged or (logits.tensor is not None and leaf is logits.tensor):
         return logits
+    # A transform wraps the leaf's own numbers, which are the hidden states.
+    if logits.tensor is None and isinstance(leaf, Tensor) and torch_private.is_wrapped(leaf):
+        raise RuntimeError(TRANSFORMED)
     if isinstance(leaf, LogitsLeaf):
         with torch._C.DisableTorchFunctionSubclass():
             return _behind_a_function(logits, leaf.as_subclass(Tensor))
