@@ -17,7 +17,7 @@ from torch.utils._pytree import register_pytree_node
 
 from lowtide.core import torch_private
 from lowtide.deferred.recorded import expression
-from lowtide.deferred.recorded.functions import in_function
+from lowtide.deferred.recorded.functions import described, in_function, refusal
 from lowtide.deferred.recorded.logits import NO_GRADIENT, DeferredLogits
 from lowtide.deferred.recorded.proxy import replaced
 
@@ -27,7 +27,7 @@ class LogitsLeaf(Tensor):
 
     logits: DeferredLogits
     copied = False
-    """True if an autograd.Function copied it from another leaf (DistributedDataParallel does)."""
+    """True if it was copied in an autograd.Function (DistributedDataParallel has one)."""
 
     @classmethod
     def __torch_function__(
@@ -38,12 +38,25 @@ class LogitsLeaf(Tensor):
             return _register_hook(*args, **kwargs or {})
         if name == "__get__" and isinstance(args[0], LogitsLeaf):
             return _attribute(args[0], function.__self__.__name__)
-        # An autograd.Function that returns its inputs copies them; DistributedDataParallel has one.
+        # An autograd.Function copies its inputs, or torch does where it returns them as they are.
+        # An error would end the process here; see _behind_a_function.
         if name in ("clone", "view_as") and in_function() and not torch.is_grad_enabled():
             copy = super().__torch_function__(function, types, args, kwargs)
-            return _made(copy, args[0].logits, copied=True)
-        args, kwargs = replaced((tuple(args), kwargs or {}), LogitsLeaf, lambda leaf: leaf.logits)
+            logits = args[0].logits
+            if name == "clone" and not logits.requires_grad:  # It may be changed in place.
+                logits = logits.clone()
+            return _made(copy, logits, copied=True)
+        args, kwargs = replaced((tuple(args), kwargs or {}), LogitsLeaf, _logits)
         return DeferredLogits.call(function, args, kwargs)
+
+
+def _logits(leaf: LogitsLeaf, logits: DeferredLogits | None = None) -> DeferredLogits:
+    """Return the logits of a leaf, or the given ones in their place."""
+    logits = leaf.logits if logits is None else logits
+    if not leaf.copied:
+        return logits
+    with torch._C.DisableTorchFunctionSubclass():
+        return _behind_a_function(logits, leaf.as_subclass(Tensor), leaf.grad_fn)
 
 
 def _made(leaf: Any, logits: DeferredLogits, *, copied: bool) -> LogitsLeaf:
@@ -105,16 +118,14 @@ def _unflatten(leaves: Iterable[Any], context: _Context) -> Any:
     if not leaves:
         return logits
     (leaf,) = leaves
-    unchanged = isinstance(leaf, LogitsLeaf) and not leaf.copied
-    if unchanged or (logits.tensor is not None and leaf is logits.tensor):
+    if isinstance(leaf, LogitsLeaf):
+        return _logits(leaf, logits)
+    if logits.tensor is not None and leaf is logits.tensor:
         return logits
     # A transform wraps the leaf's own numbers, which are the hidden states.
     if logits.tensor is None and isinstance(leaf, Tensor) and torch_private.is_wrapped(leaf):
         raise RuntimeError(TRANSFORMED)
-    if isinstance(leaf, LogitsLeaf):
-        with torch._C.DisableTorchFunctionSubclass():
-            return _behind_a_function(logits, leaf.as_subclass(Tensor))
-    return _behind_a_function(logits, leaf) if _is_alias(logits, leaf) else leaf
+    return _behind_a_function(logits, leaf, leaf.grad_fn) if _is_alias(logits, leaf) else leaf
 
 
 def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
@@ -130,8 +141,18 @@ def _is_alias(logits: DeferredLogits, leaf: Any) -> bool:
     )
 
 
-def _behind_a_function(logits: DeferredLogits, hidden: Tensor) -> DeferredLogits:
-    """Return the same logits, computed from hidden states that an autograd.Function returned."""
+def _behind_a_function(logits: DeferredLogits, hidden: Tensor, grad_fn: Any) -> DeferredLogits:
+    """Return the same logits, computed from hidden states that an autograd.Function returned.
+
+    Raises:
+        RuntimeError: the Function is not one of torch.distributed, which attach work to backward
+            and pass gradients on. Another may change them, and the head's weight would not know.
+    """
+    if grad_fn is None:
+        return logits
+    function = getattr(grad_fn, "_forward_cls", None)
+    if not getattr(function, "__module__", "").startswith(("torch.nn.parallel.", "torch.distributed.fsdp.")):
+        raise RuntimeError(refusal(described(function)))
     return logits.like(expression.with_first_input(logits.node, lambda _: hidden), logits.meta)
 
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 import lowtide
 from lowtide.deferred import RealLogitsWarning
 from lowtide.deferred.recorded.logits import DeferredLogits
-from tests.deferred.helpers import V, make, norm, plain_and_deferred
+from tests.deferred.helpers import V, differentiated, make, norm, plain_and_deferred
 
 MAPPED = {
     "nothing": lambda z: z,
@@ -102,6 +102,8 @@ def test_map_identity_keeps_fused():
 
 
 class Passing(torch.autograd.Function):
+    __module__ = "torch.distributed.fsdp.test"
+
     @staticmethod
     def forward(ctx, *inputs):
         return inputs
@@ -113,6 +115,8 @@ class Passing(torch.autograd.Function):
 
 
 class Copying(torch.autograd.Function):
+    __module__ = "torch.nn.parallel.test"
+
     @staticmethod
     def forward(ctx, *inputs):
         return tuple(each.clone() for each in inputs)
@@ -138,6 +142,69 @@ def test_map_function_passes_leaves(function):
     expected, found, deferral = plain_and_deferred(model, use)
     assert function.passed == 2
     assert (deferral.fused, deferral.materialized) == (1, {})
+    for ours, want in zip(found, expected):
+        assert norm(ours - want) <= 1e-12 * norm(want)
+
+
+class Halving(torch.autograd.Function):
+    """Gives half of its gradient: what the head's weight would not know of."""
+
+    @staticmethod
+    def forward(ctx, input, copy):
+        return copy(input)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2, None
+
+
+class HalvingWithoutContext(torch.autograd.Function):
+    @staticmethod
+    def forward(input, copy):
+        return copy(input)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2, None
+
+
+COPIES = {
+    "itself": lambda z: z,
+    "a view": lambda z: z.view_as(z),
+    "a clone": lambda z: z.clone(),
+    "detached": lambda z: z.detach(),
+    "a product": lambda z: z * 1,
+    "a clone changed in place": lambda z: z.clone().mul_(3),
+}
+
+
+AFTER = {"nothing": lambda z: z, "a product": lambda z: 2 * z, "an operation": torch.sigmoid}
+
+
+@pytest.mark.parametrize("function", [Halving, HalvingWithoutContext])
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("name", COPIES)
+def test_map_other_function_refused(name, after, function):
+    """Without gradients, and of real logits, it is called."""
+    model, tokens, _ = make()
+
+    def use(logits):
+        mapped = tree_map(lambda each: AFTER[after](function.apply(each, COPIES[name])), [logits])
+        return mapped[0].logsumexp(-1).sum() + logits.logsumexp(-1).sum()
+
+    expected = differentiated(model, use(model(tokens)[0]))
+    with lowtide.defer_logits(model):
+        with pytest.raises(RuntimeError, match=r"an autograd.Function, was given deferred logits"):
+            use(model(tokens)[0])
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RealLogitsWarning)
+            torch.testing.assert_close(use(model(tokens)[0]), expected[0], rtol=1e-12, atol=0)
+        with pytest.warns(RealLogitsWarning, match="materialize"):
+            found = differentiated(model, use(model(tokens)[0].materialize()))
     for ours, want in zip(found, expected):
         assert norm(ours - want) <= 1e-12 * norm(want)
 

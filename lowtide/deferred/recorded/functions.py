@@ -59,8 +59,20 @@ def describe_function(forward: FrameType | None) -> tuple[str, bool]:
     """
     context = None if forward is None else _context(forward)
     if context is None:
-        return "an autograd.Function", True
-    return f"{context._forward_cls.__name__}, an autograd.Function", any(context.needs_input_grad)
+        return described(None), True
+    return described(context._forward_cls), any(context.needs_input_grad)
+
+
+def described(function: type | None) -> str:
+    return f"{function.__name__}, an autograd.Function" if function else "an autograd.Function"
+
+
+def refusal(function: str) -> str:
+    """Return the message for a Function, as described, that was given deferred logits."""
+    return (
+        f"{function}, was given deferred logits, and would lose their gradient; pass logits.materialize(), "
+        "or undo() the deferral"
+    )
 
 
 def _context(frame: FrameType) -> Any:

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Node
-from lowtide.deferred.recorded.functions import describe_function, in_function, is_running, running_forwards
+from lowtide.deferred.recorded.functions import (
+    describe_function,
+    in_function,
+    is_running,
+    refusal,
+    running_forwards,
+)
 from lowtide.deferred.recorded.handlers import HANDLERS
 from lowtide.deferred.recorded.head_call import HeadCall, Storage, running_checkpoint
 from lowtide.deferred.recorded.proxy import Proxy, flat, is_in_place, is_torchs, replaced, spelled
@@ -330,7 +336,4 @@ def _check_gradients(deferred: list[DeferredLogits]) -> None:
         return
     here = next(running_forwards(), None)
     if any(each.requires_grad and (here is None or each.head_call.forward is not here) for each in deferred):
-        raise RuntimeError(
-            f"{describe_function(here)[0]}, was given deferred logits, and would lose their gradient; pass "
-            "logits.materialize(), or undo() the deferral"
-        )
+        raise RuntimeError(refusal(describe_function(here)[0]))
