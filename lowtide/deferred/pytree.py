@@ -65,6 +65,8 @@ def _made(leaf: Any, logits: DeferredLogits, *, copied: bool) -> LogitsLeaf:
 
 
 def _attribute(leaf: LogitsLeaf, name: str) -> Any:
+    if name == "_base":  # FSDP2 warns of views, which could be changed in place.
+        return None
     if name == "grad_fn":  # Its hooks belong to the graph, which goes through the hidden states.
         with torch._C.DisableTorchFunctionSubclass():
             return leaf.grad_fn

@@ -8,7 +8,7 @@ from tests.support.ranks import run_ranks
 EXACT = [
     *("ddp", "ddp tied", "ddp outside", "ddp before", "ddp unused", "ddp unused outside"),
     *("fsdp", "fsdp outside", "fsdp before", "fsdp head kept", "fsdp head kept outside"),
-    *("fsdp1", "fsdp1 outside", "fsdp1 before"),
+    *("fsdp1", "fsdp1 outside", "fsdp1 before", "fsdp cast", "fsdp cast outside"),
 ]
 
 FREED = ["fsdp head reshard", "fsdp head reshard outside", "fsdp1 head"]  # before the loss needs it

@@ -7,10 +7,11 @@ import contextlib
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from lowtide.deferred.recorded.logits import DeferredLogits
 from tests.deferred.helpers import GPT, B, T, V
 from tests.ops.chunked_loss.helpers import close, roundings_of
 from tests.support.ranks import RANKS, generator, gradients, mesh_of
@@ -35,13 +36,15 @@ def parallel(kind, model):
     mesh = mesh_of(RANKS)
     if "head" in kind:
         fully_shard(model.lm_head, mesh=mesh, reshard_after_forward="reshard" in kind)
-    return fully_shard(model, mesh=mesh)
+    policy = MixedPrecisionPolicy(output_dtype=torch.float32) if "cast" in kind else MixedPrecisionPolicy()
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def step(kind, model, tokens, targets):
     if "outside" in kind:
         logits, _ = model(tokens)
         loss = F.cross_entropy(logits.view(-1, V), targets.view(-1))
+        assert "cast" not in kind or logits.dtype == torch.float32 or not isinstance(logits, DeferredLogits)
         logits.argmax(-1)
     else:
         _, loss = model(tokens, targets)
@@ -66,7 +69,8 @@ def run(kind, rank):
     with whole_again:
         found = {name: each.clone() for name, each in gradients(inner).items()}
     allowed = roundings_of(list(eager.values()), list(expected.values()))
-    close([found[name] for name in expected], list(expected.values()), roundings=allowed)
+    dtype = torch.float32 if "cast" in kind else torch.float64
+    close([found[name] for name in expected], list(expected.values()), dtype, roundings=allowed)
     counts = {"fused": deferral.fused, "materialized": deferral.materialized}
     deferral.undo()
     assert isinstance(model(tokens[rank])[0], torch.Tensor)

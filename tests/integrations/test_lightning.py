@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 lightning = pytest.importorskip("lightning")
+import lowtide  # noqa: E402
 from lowtide.integrations.lightning import LightningDeferralCallback  # noqa: E402
 from tests.deferred.helpers import GPT, V, norm, within_eager  # noqa: E402
 
@@ -91,3 +92,38 @@ def test_fit_after_error(tmp_path):
     first, module.fails = callback.deferral, False
     fitted(module, tmp_path, callbacks=[callback])
     assert (first.fused, callback.deferral.fused) == (1, 4)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true"])
+def test_fabric_loss_outside(precision):
+    """Fabric casts the tensors that a forward returns, and leaves deferred logits as they are."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, targets = torch.randint(V, (2, 3, 9), generator=generator)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    model = GPT()
+    exact = copy.deepcopy(model)
+    wrapped = fabric.setup(model)
+    exact.load_state_dict(model.state_dict())  # rounded
+
+    def gradients(model, backward):
+        model.zero_grad()
+        loss = F.cross_entropy(model(tokens)[0].flatten(0, 1), targets.flatten())
+        backward(loss)
+        return [loss.detach(), *(each.grad.clone() for each in model.parameters())]
+
+    eager = gradients(wrapped, fabric.backward)
+    with lowtide.defer_logits(model) as deferral:
+        found = gradients(wrapped, fabric.backward)
+    assert (deferral.fused, deferral.materialized) == (1, {})
+    for ours, plain, want in zip(found, eager, gradients(exact.double(), torch.Tensor.backward)):
+        within_eager(ours, plain, want, model.lm_head.weight.dtype)
+
+
+def test_collection_takes_logits_whole():
+    collections = pytest.importorskip("lightning_utilities.core.apply_func")
+    model, tokens = GPT(), torch.randint(V, (3, 9))
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        assert (
+            collections.apply_to_collection({"logits": logits}, torch.Tensor, torch.sin)["logits"] is logits
+        )

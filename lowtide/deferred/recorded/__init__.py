@@ -10,5 +10,6 @@ Modules, in import order (a module imports only from those above it):
 * steps: the steps of optimizers, counted as changes in place of what logits are made of.
 * sharded: heads that are divided by classes over ranks.
 * expression: the recorded operations, a tree that can be evaluated on any of its rows.
+* searched: deferred logits as a dataclass, which torch.distributed searches for tensors.
 * logits: `DeferredLogits`, the proxy for logits.
 """

@@ -1,6 +1,5 @@
 """Define `DeferredLogits`, which stand for logits until an operation needs real ones."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded import expression, searched
 from lowtide.deferred.recorded.expression import Node
 from lowtide.deferred.recorded.functions import (
     describe_function,
@@ -37,7 +36,6 @@ NO_READER = (
 )
 
 
-@dataclasses.dataclass(init=False, repr=False, eq=False)
 class DeferredLogits(Proxy):
     """Stand for the tensor that the head would have returned.
 
@@ -49,17 +47,27 @@ class DeferredLogits(Proxy):
     such a subclass.
     """
 
-    # This is a dataclass because DistributedDataParallel and FSDP1 search dataclasses for tensors.
-    # The first looks for what a forward's outputs depend on; the second attaches its work before
-    # backward to the tensors that it finds.
-    node: Node
-    meta: Tensor
-    head_call: HeadCall
-    class_dim: int
+    __dataclass_fields__ = searched.Fields()
 
     __array_priority__ = 1000  # NumPy leaves `number * logits` to this class.
 
-    def __init__(
+    def __init__(self, *recorded: Any, **parts: Any) -> None:
+        """Record logits, or join the parts of others, as `dataclasses.replace` does."""
+        if parts:
+            vars(self).update(vars(self._joined(parts["leaves"], parts["whole"].logits)))
+        else:
+            self._record(*recorded)
+
+    @staticmethod
+    def _joined(leaves: list[Any], whole: "DeferredLogits") -> "DeferredLogits":
+        joined = searched.join(leaves, whole)
+        if isinstance(joined, DeferredLogits):
+            return joined
+        result = whole.like(whole.node, torch.empty_like(joined, device="meta"), copied=True)
+        result.tensor, result.storage.changed = joined, "a cast of real logits"  # not to be made again
+        return result
+
+    def _record(
         self, node: Node, meta: Tensor, head_call: HeadCall, class_dim: int, storage: Storage | None = None
     ) -> None:
         if not torch.is_grad_enabled() and expression.requires_grad(node):
@@ -69,6 +77,20 @@ class DeferredLogits(Proxy):
         self.tensor: Tensor | None = None
         self.one_of_several = False
         """True for one of several views made by one torch call; torch refuses to change these."""
+
+    # The parts of a dataclass; see searched.
+
+    @property
+    def leaves(self) -> list[Any]:
+        return searched.leaves(self)
+
+    @property
+    def operands(self) -> list[Tensor]:
+        return searched.operands(self)
+
+    @property
+    def whole(self) -> searched.Whole:
+        return searched.Whole(self)
 
     @property
     def shape(self) -> torch.Size:
