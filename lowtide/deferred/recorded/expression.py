@@ -49,7 +49,7 @@ class RecordedTensor(NamedTuple):
 
     tensor: Tensor
     version: int | None
-    """The version counter; None while torch.compile traces, where there is none."""
+    """The version counter; None if the head was called where there is none (torch.compile)."""
     memory: Memory | None = None
     """The model's memory that the tensor was made of, whose counter an optimizer's step raises."""
 
@@ -62,7 +62,8 @@ class RecordedTensor(NamedTuple):
                 "fully_shard(head, reshard_after_forward=False) or head.set_reshard_after_forward(False), or "
                 "shard the head with its parent; else undo() the deferral"
             )
-        if self.version is not None and self.version != _version(self.tensor):
+        # Code that torch.compile traces cannot read a version.
+        if not torch.compiler.is_compiling() and self.version not in (None, _version(self.tensor)):
             raise RuntimeError(
                 "these logits are computed only when they are needed, and the hidden states or the head's "
                 "weight have been changed in place since the head was called (by optimizer.step()?); use the "

@@ -3,6 +3,7 @@ deferral.
 """
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from tests.deferred.helpers import V, differentiated, make
+from tests.deferred.helpers import GPT, V, differentiated, make
 from tests.ops.chunked_loss.helpers import close
 from tests.support.extended import all_extended_but
 from tests.support.graphs import needs_tracing
+
+# torch.compile's own warning, of a graph's inputs that have a history
+quiet = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
 def test_torch_func():
@@ -87,8 +91,7 @@ BREAKS = {
 
 
 @needs_tracing
-# torch.compile's own, where a graph breaks
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@quiet
 @pytest.mark.parametrize(
     "name",
     all_extended_but(["classes second", "logsumexp", *REAL, "CrossEntropyLoss"], [*GRAPH, *REAL, *BREAKS]),
@@ -128,3 +131,79 @@ def test_compile_real_logits_without_gradients():
     with lowtide.defer_logits(model):
         loss, spread = torch.compile(step, fullgraph=True, backend="eager")()
         close([loss.detach(), spread, *torch.autograd.grad(loss, list(model.parameters()))], expected)
+
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+LOSSES = {
+    "cross_entropy": cross_entropy,
+    "log-probabilities": GRAPH["log-probabilities"],
+    "logsumexp": GRAPH["logsumexp"],
+}
+
+
+@needs_tracing
+@quiet
+@pytest.mark.parametrize("name", LOSSES)
+def test_compiled_loss_of_an_eager_model(name):
+    """One graph serves all steps, though each changes the weight's version."""
+    model, tokens, targets = make()
+    plain, graphs = copy.deepcopy(model), []
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        LOSSES[name], fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph
+    )
+    with lowtide.defer_logits(model) as deferral:
+        for _ in range(3):
+            found = differentiated(model, compiled(model(tokens)[0], targets))
+            close(found, differentiated(plain, LOSSES[name](plain(tokens)[0], targets)))
+            with torch.no_grad():
+                for each, change in zip((*model.parameters(), *plain.parameters()), found[1:] * 2):
+                    each.sub_(change)
+    assert len(graphs) == 1
+    assert deferral.fused == (3 if name == "cross_entropy" else 0)
+    assert deferral.materialized == {}
+
+
+@needs_tracing
+@quiet
+def test_compiled_loss_module_of_an_eager_model():
+    model, tokens, targets = make()
+    criterion = nn.CrossEntropyLoss(ignore_index=-1)
+    torch._dynamo.reset()
+    compiled = torch.compile(criterion, backend="eager")
+
+    def use(model, criterion):
+        return differentiated(model, criterion(model(tokens)[0].view(-1, V), targets.view(-1)))
+
+    expected = use(model, criterion)
+    with lowtide.defer_logits(model) as deferral:
+        close(use(model, compiled), expected)
+    assert deferral.fused == 1
+
+
+class DisabledHead(GPT):
+    """The head runs eagerly within a compiled model."""
+
+    @torch.compiler.disable
+    def logits(self, x):
+        return self.lm_head(x)
+
+    def forward(self, tokens, targets):
+        return cross_entropy(self.logits(torch.tanh(self.mlp(self.wte(tokens)))), targets)
+
+
+@needs_tracing
+@quiet
+def test_compiled_model_of_an_eager_head():
+    _, tokens, targets = make()
+    model = DisabledHead().double()
+    expected = differentiated(model, model(tokens, targets))
+    torch._dynamo.reset()
+    with lowtide.defer_logits(model) as deferral:
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(2):
+            close(differentiated(model, compiled(tokens, targets)), expected)
+    assert deferral.fused == 2
