@@ -25,7 +25,9 @@ def reshape(name: str, input: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     same = meta.dim() > 0 and meta.shape[-1] == input.classes > 1 and meta.dtype == input.dtype
     if not input.classes_last or not same:
         return NotImplemented
-    return input.like(input.node, meta, meta.dim() - 1)
+    # Rows keep their order, so a view is contiguous only if what it is a view of is contiguous.
+    copied = meta.is_contiguous() and not input.meta.is_contiguous()
+    return input.like(input.checked() if copied else input.node, meta, meta.dim() - 1, copied=copied)
 
 
 @handles("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", pass_name=True)
@@ -52,7 +54,9 @@ def positive(input: DeferredLogits) -> DeferredLogits:
 @handles("contiguous")
 def contiguous(input: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits:
     memory_format = memory_format or torch.contiguous_format
-    return input.like(input.node, input.meta.contiguous(memory_format=memory_format))
+    if input.meta.is_contiguous(memory_format=memory_format):
+        return input
+    return input.like(input.checked(), input.meta.contiguous(memory_format=memory_format), copied=True)
 
 
 @handles("dropout", "alpha_dropout")
@@ -131,7 +135,9 @@ def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
     else:
         rows = expression.hidden(node).shape[:-1]
         meta = torch.empty((*rows, input.classes), dtype=input.dtype, device="meta")
-    return input.like(node, meta, meta.dim() - 1)
+    # torch takes a tensor of one integer for a number, which selects a view.
+    copied = any(isinstance(each, Tensor) and (each.dim() > 0 or each.dtype == torch.bool) for each in index)
+    return input.like(node, meta, meta.dim() - 1, copied=copied)
 
 
 def _in_shape(input: DeferredLogits) -> expression.Node:

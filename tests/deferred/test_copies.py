@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from tests.deferred.helpers import V, make, plain_and_deferred
+from tests.deferred.helpers import B, T, V, make, plain_and_deferred
 from tests.ops.chunked_loss.helpers import close
 
 pytestmark = pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
@@ -16,6 +16,12 @@ COPIES = {
     "to with copy by place": lambda z: z.to(z.dtype, False, True),
     "a cast": lambda z: z.to(torch.float32),
     "a product": lambda z: z * 2,
+    "rows by a mask": lambda z: z[torch.arange(B * T).view(B, T) % 2 == 0],
+    "rows by an index": lambda z: z[[2, 0]],
+    "a row of each sequence": lambda z: z[torch.arange(B), -1],
+    "contiguous": lambda z: z[:, :-1].contiguous(),
+    "reshape": lambda z: z[:, 1:].reshape(-1, V),
+    "flatten": lambda z: z.transpose(0, 1).flatten(0, 1),
 }
 
 
