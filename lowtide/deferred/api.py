@@ -207,7 +207,8 @@ def defer_logits(
               message says what to set);
             * if hidden states or weight have been changed in place since (an optimizer's step),
               which only eager code can see;
-            * for an in-place change of logits that other deferred logits depend on;
+            * for an in-place change of logits that other deferred logits share memory with, if the
+              two have been materialised separately before;
             * for `register_hook` and `retain_grad`: the loss does not go through these logits;
             * for logits passed to an :class:`torch.autograd.Function`, or read by
               `torch.as_tensor`, which would lose their gradient (pass `logits.materialize()`);

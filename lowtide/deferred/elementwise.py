@@ -25,7 +25,7 @@ def apply(name: str, *operands: Any) -> Any:
     # Do not call the function on meta tensors: that imports Dynamo (2 s). Strides stay the same.
     meta = input.meta if name == "detach" else torch.empty_like(input.meta, dtype=dtype)
     node = expression.Apply(name, tuple(recorded), autocast, dtype)
-    return input.like(node, meta, copied=name != "detach")
+    return input.like(node, meta, copied=name != "detach", view=("detach",))
 
 
 def _operand(operand: Any, input: DeferredLogits) -> Any:

@@ -27,7 +27,8 @@ def reshape(name: str, input: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     # Rows keep their order, so a view is contiguous only if what it is a view of is contiguous.
     copied = meta.is_contiguous() and not input.meta.is_contiguous()
-    return input.like(input.checked() if copied else input.node, meta, meta.dim() - 1, copied=copied)
+    node = input.checked() if copied else input.node
+    return input.like(node, meta, meta.dim() - 1, copied=copied, view=("view", meta.shape))
 
 
 @handles("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", pass_name=True)
@@ -43,7 +44,9 @@ def permute(name: str, input: DeferredLogits, *dims: Any, **kwargs: Any) -> Any:
     node = input.node
     if moved != sorted(moved):
         node = expression.with_tensors(_in_shape(input), rows=lambda x: x.permute(*moved, x.dim() - 1))
-    return input.like(node, meta, order[input.class_dim])
+    return input.like(
+        node, meta, order[input.class_dim], view=("permute", sorted(every, key=order.__getitem__))
+    )
 
 
 @handles("positive", "__pos__")
@@ -84,7 +87,7 @@ def getitem(input: DeferredLogits, index: Any) -> Any:
         if expression.mixes_classes(input.node):
             return NotImplemented
         node = expression.with_tensors(input.checked(), classes=lambda tensor: tensor[classes])
-        input = input.like(node, input.meta[..., classes])
+        input = input.like(node, input.meta[..., classes], view=("__getitem__", (..., classes)))
     every = all(isinstance(each, slice) and each == slice(None) for each in rows)
     return input if every else _rows(input, tuple(rows))
 
@@ -132,9 +135,9 @@ def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
     node = expression.with_tensors(_in_shape(input), rows=lambda x: x[index])
     if all(isinstance(each, (int, slice)) for each in index):  # A view, with a view's strides.
         meta = input.meta[index]
-    else:
-        rows = expression.hidden(node).shape[:-1]
-        meta = torch.empty((*rows, input.classes), dtype=input.dtype, device="meta")
+        return input.like(node, meta, meta.dim() - 1, view=("__getitem__", index))
+    rows = expression.hidden(node).shape[:-1]
+    meta = torch.empty((*rows, input.classes), dtype=input.dtype, device="meta")
     # torch takes a tensor of one integer for a number, which selects a view.
     copied = any(isinstance(each, Tensor) and (each.dim() > 0 or each.dtype == torch.bool) for each in index)
     return input.like(node, meta, meta.dim() - 1, copied=copied)

@@ -230,7 +230,7 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     The logits are deferred or real. Deferred logits take one pass if the operators support the
     head; this pass counts as a fused loss.
     """
-    deferred = isinstance(input, DeferredLogits) and input.classes_last
+    deferred = isinstance(input, DeferredLogits) and input.classes_last and input.known is None
     head = _matched(input.checked())[1] if deferred else None
     if head is not None:
         flat = target.reshape(head.inputs[0].shape[:-1])

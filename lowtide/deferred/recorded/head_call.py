@@ -1,24 +1,54 @@
 """Define what all logits of one call of the head share, and what those of one memory share."""
 
+import weakref
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
 
 from lowtide.core import torch_private
 from lowtide.deferred.recorded.functions import describe_function, in_function, running_forwards
 from lowtide.deferred.recorded.reporting import Counts
 
 
+class View(NamedTuple):
+    """Hold the call of a tensor's method that returns a view."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    grad: bool
+    """True if gradients were on; torch refuses some changes of views that were made without."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.set_grad_enabled(self.grad):
+            view: Tensor = getattr(tensor, self.name)(*self.arguments)
+            return view
+
+
 class Storage:
     """Hold what all logits share that would be views of the same memory as real tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: Any, meta: Tensor, head_call: "HeadCall", class_dim: int) -> None:
+        self.whole = (node, meta, head_call, class_dim)
+        """What defines the whole logits, which the others are views of."""
         self.made = 0
-        """Counts those of these logits that have been materialised."""
+        """Counts those of these logits that have been materialised, each by itself."""
         self.changed: str | None = None
         """The operation that changed materialised logits in place, if any."""
+        self.tensor: Tensor | None = None
+        """The whole logits, once a change of them or of a view has been recorded."""
+        self.living: weakref.WeakValueDictionary[int, Any] | None = None
+        """Those of these logits that code can still use; None if torch.compile traced any."""
+        if not torch.compiler.is_compiling():
+            self.living = weakref.WeakValueDictionary()
+
+    def add(self, logits: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.living = None
+        elif self.living is not None:
+            self.living[id(logits)] = logits
 
 
 class HeadCall:

@@ -17,7 +17,7 @@ from lowtide.deferred.recorded.functions import (
     running_forwards,
 )
 from lowtide.deferred.recorded.handlers import HANDLERS
-from lowtide.deferred.recorded.head_call import HeadCall, Storage, running_checkpoint
+from lowtide.deferred.recorded.head_call import HeadCall, Storage, View, running_checkpoint
 from lowtide.deferred.recorded.proxy import Proxy, flat, is_in_place, is_torchs, replaced, spelled
 
 # These are read from a meta tensor of the same shape, dtype and strides.
@@ -55,6 +55,7 @@ class DeferredLogits(Proxy):
         """Record logits, or join the parts of others, as `dataclasses.replace` does."""
         if parts:
             vars(self).update(vars(self._joined(parts["leaves"], parts["whole"].logits)))
+            self.storage.add(self)
         else:
             self._record(*recorded)
 
@@ -64,19 +65,36 @@ class DeferredLogits(Proxy):
         if isinstance(joined, DeferredLogits):
             return joined
         result = whole.like(whole.node, torch.empty_like(joined, device="meta"), copied=True)
-        result.tensor, result.storage.changed = joined, "a cast of real logits"  # not to be made again
+        result.made, result.storage.changed = joined, "a cast of real logits"  # not to be made again
         return result
 
     def _record(
-        self, node: Node, meta: Tensor, head_call: HeadCall, class_dim: int, storage: Storage | None = None
+        self,
+        node: Node,
+        meta: Tensor,
+        head_call: HeadCall,
+        class_dim: int,
+        storage: Storage | None = None,
+        path: tuple[View, ...] | None = (),
     ) -> None:
         if not torch.is_grad_enabled() and expression.requires_grad(node):
             node = expression.Apply("detach", (node,), None, node.dtype)
         self.node, self.meta, self.head_call, self.class_dim = node, meta, head_call, class_dim
-        self.storage = Storage() if storage is None else storage
-        self.tensor: Tensor | None = None
+        self.storage = Storage(node, meta, head_call, class_dim) if storage is None else storage
+        self.storage.add(self)
+        self.path = path
+        """The views that lead from the whole logits to these; None if they are not known."""
+        self.made: Tensor | None = None
         self.one_of_several = False
-        """True for one of several views made by one torch call; torch refuses to change these."""
+        """True for one of several views made by one torch call, and views of it; torch refuses to
+        change these."""
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Return the tensor if it has been materialised, alone or as a view of the whole logits."""
+        if self.made is None and self.storage.tensor is not None and self.path is not None:
+            self.made = functools.reduce(lambda tensor, view: view.of(tensor), self.path, self.storage.tensor)
+        return self.made
 
     # The parts of a dataclass; see searched.
 
@@ -171,16 +189,30 @@ class DeferredLogits(Proxy):
         return self.class_dim == self.meta.dim() - 1
 
     def like(
-        self, node: Node, meta: Tensor, class_dim: int | None = None, *, copied: bool = False
+        self,
+        node: Node,
+        meta: Tensor,
+        class_dim: int | None = None,
+        *,
+        copied: bool = False,
+        view: tuple[Any, ...] = (),
     ) -> "DeferredLogits":
         """Return logits of the same head call; return self where torch returns its argument.
 
-        `copied` is True if torch's result never is a view: a change of one is none of the other.
+        `copied` is True if torch's result is no view: a change of one is none of the other.
+        Otherwise `view` holds the name of the method that returns it, and its arguments.
         """
         if meta is self.meta and node is self.node:
             return self
         class_dim = self.class_dim if class_dim is None else class_dim
-        return DeferredLogits(node, meta, self.head_call, class_dim, None if copied else self.storage)
+        if copied:
+            return DeferredLogits(node, meta, self.head_call, class_dim)
+        path = None
+        if view and self.path is not None:
+            path = (*self.path, View(view[0], view[1:], torch.is_grad_enabled()))
+        result = DeferredLogits(node, meta, self.head_call, class_dim, self.storage, path)
+        result.one_of_several = self.one_of_several and view[:1] != ("detach",)
+        return result
 
     def check_function(self) -> None:
         """Raise an error if the logits have left a Function, which gave them no gradient."""
@@ -222,7 +254,7 @@ class DeferredLogits(Proxy):
             tensor = expression.evaluate(node).reshape(*self.rows, self.classes)
             tensor = _laid_like(self.meta, tensor.movedim(-1, self.class_dim))
         if not self.in_other_checkpoint:
-            self.tensor = tensor
+            self.made = tensor
             self.storage.made += 1
         return tensor
 
@@ -246,10 +278,11 @@ class DeferredLogits(Proxy):
         """Return the tensor, for code that accepts only a tensor."""
         return self.real("materialize")
 
-    def about_to_change(self, operation: str) -> None:
-        """Record an in-place change.
+    def real_to_change(self, operation: str) -> Tensor:
+        """Return the tensor, materialised if need be, and record its change in place.
 
-        After the change, other logits of this call must not be materialised.
+        If code can still use other logits that change with these, the whole logits are
+        materialised, and all become views of them.
 
         Raises:
             RuntimeError: torch refuses the change, or other logits that should change with these
@@ -265,12 +298,30 @@ class DeferredLogits(Proxy):
                 f"{operation} would change one of several views that were made by one call (split, chunk, "
                 "unbind), which torch refuses; use its form that is not in place"
             )
-        if self.storage.made > 1:
+        storage, whole = self.storage, self._made_whole
+        if storage.changed is None and storage.made > (whole is not None or self.made is not None):
             raise RuntimeError(
                 f"{operation} would change logits of which other forms have been made already; use its form "
                 "that is not in place, or undo() the deferral"
             )
-        self.storage.changed = operation
+        alone = storage.living is not None and len(storage.living) == 1
+        if storage.changed is None and self.made is None and self.path and not alone:
+            if whole is None:
+                with torch.enable_grad():  # without a detach that the whole logits have not
+                    whole = DeferredLogits(*storage.whole, storage=storage).real(operation)
+            storage.tensor = whole
+        tensor = self.real(operation)
+        if self.path == ():
+            storage.tensor = tensor
+        storage.changed = operation
+        return tensor
+
+    @property
+    def _made_whole(self) -> Tensor | None:
+        """Return the whole logits if they have been materialised and code can still use them."""
+        others = () if self.storage.living is None else self.storage.living.values()
+        wholes = (each.made for each in (self, *others) if each.path == ())
+        return next((each for each in wholes if each is not None), None)
 
     def __getattr__(self, name: str) -> Any:
         if name in METADATA and self.tensor is None:
@@ -311,9 +362,9 @@ class DeferredLogits(Proxy):
         if name == "detach_":
             raise RuntimeError(f"{operation} would detach deferred logits in place; use detach()")
         target = kwargs.get("out", args[0] if args and is_in_place(name) else None)
-        args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
         if isinstance(target, DeferredLogits):
-            target.about_to_change(operation)
+            target.real_to_change(operation)
+        args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
         return function(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -337,7 +388,7 @@ class DeferredLogits(Proxy):
         return self.real("DLPack")
 
     def __deepcopy__(self, memo: Any) -> "DeferredLogits":
-        return self.detach()
+        return self.detach().clone()  # type: ignore[no-any-return]
 
 
 def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:
