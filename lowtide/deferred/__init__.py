@@ -12,6 +12,7 @@ Modules, in the order of imports (each imports only from those above it):
 * chunks: functions of the rows, chunk by chunk, where the fused operators do not apply.
 * reductions: losses and other functions of the rows, by the fused operators or by chunks.
 * pytree: deferred logits as a node of torch's pytrees.
+* einops_backend: deferred logits as tensors of einops.
 * hidden: the proxy for the hidden states, given to the head's own forward.
 * locate_head: find the head of a model, and check that it can be deferred.
 * api: `defer_logits` and `Deferral`.

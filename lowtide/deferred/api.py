@@ -12,7 +12,7 @@ from torch.nn.modules import module as modules
 from lowtide.core import torch_private
 from lowtide.core.checks import check_workspace
 from lowtide.core.errors import ArgumentError
-from lowtide.deferred import elementwise, indexing, pytree, reductions
+from lowtide.deferred import einops_backend, elementwise, indexing, pytree, reductions
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.locate_head import check_head, check_model, classes, locate_head
 from lowtide.deferred.recorded.head_call import HeadCall
@@ -40,6 +40,7 @@ class Deferral:
         self._watch = Watch(model, head)
         self._plain = type(head)
         self._parallel = transformers_forward(head)
+        einops_backend.register()
         self._class: type | None = _deferring(self._plain, self)
         head.__class__ = self._class
         # check_head refuses an instance's forward, except the class's own and the one in _parallel.
@@ -99,6 +100,8 @@ def _deferring(plain: type, deferral: Deferral) -> type:
             return eager(self, *args, **kwargs)
         if torch.is_grad_enabled():
             deferral._watch.called = True
+        if not torch.compiler.is_compiling():
+            einops_backend.register()
         counts, reason = deferral._counts, _reason_against(self)
         if reason is None:
             call = HeadCall(counts, deferral._workspace)
