@@ -89,6 +89,12 @@ def unary(name: str, input: DeferredLogits) -> Any:
     return apply(UNARY[name], input)
 
 
+@handles("requires_grad_")
+def requires_grad_(input: DeferredLogits, requires_grad: bool = True) -> Any:
+    """Leave logits as they are; detached ones that shall require a gradient become real, a leaf."""
+    return input if requires_grad == input.requires_grad else NotImplemented
+
+
 @handles(*BINARY, pass_name=True, anywhere=True)
 def binary(name: str, input: Any, other: Any) -> Any:
     if isinstance(input, DeferredLogits):

@@ -126,6 +126,16 @@ class DeferredLogits(Proxy):
     def requires_grad(self) -> bool:
         return expression.requires_grad(self.node) if self.tensor is None else self.tensor.requires_grad
 
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    @property
+    def _leaf(self) -> Tensor | None:
+        """Return the tensor of detached logits that have been made to require a gradient."""
+        is_leaf = self.tensor is not None and self.tensor.requires_grad and self.tensor.is_leaf
+        return self.tensor if is_leaf else None
+
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
@@ -140,7 +150,15 @@ class DeferredLogits(Proxy):
 
     @property
     def grad(self) -> Any:
-        raise RuntimeError(f"grad: {NO_GRADIENT}")
+        if self._leaf is None:
+            raise RuntimeError(f"grad: {NO_GRADIENT}")
+        return self._leaf.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if self._leaf is None:
+            raise RuntimeError(f"grad: {NO_GRADIENT}")
+        self._leaf.grad = value
 
     # The hooks of tensor parallelism read these from a DTensor; deferred logits have the classes of
     # all ranks.
@@ -326,7 +344,7 @@ class DeferredLogits(Proxy):
     def __getattr__(self, name: str) -> Any:
         if name in METADATA and self.tensor is None:
             return getattr(self.meta, name)
-        if name in ("retain_grad", "register_hook"):
+        if name in ("retain_grad", "register_hook") and self._leaf is None:
             raise RuntimeError(f"{name}: {NO_GRADIENT}")
         return super().__getattr__(name)
 

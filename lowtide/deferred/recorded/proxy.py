@@ -78,11 +78,13 @@ def is_torchs(function: Callable[..., Any], name: str) -> bool:
 
 
 def is_in_place(name: str) -> bool:
-    """Return whether the function changes its first argument: mul_, __imul__, __setitem__, ...
+    """Return whether the function changes numbers of its first argument: mul_, __setitem__, ...
 
     torch calls the operator /= __idiv__.
     """
-    return name[2:-2] in (*IN_PLACE, "idiv") if name[:2] == "__" else name[-1] == "_"
+    if name[:2] == "__":
+        return name[2:-2] in (*IN_PLACE, "idiv")
+    return name[-1] == "_" and name != "requires_grad_"
 
 
 def spelled(name: str) -> str:
