@@ -155,7 +155,10 @@ def _behind_a_function(logits: DeferredLogits, hidden: Tensor, grad_fn: Any) -> 
     function = getattr(grad_fn, "_forward_cls", None)
     if not getattr(function, "__module__", "").startswith(("torch.nn.parallel.", "torch.distributed.fsdp.")):
         raise RuntimeError(refusal(described(function)))
-    return logits.like(expression.with_first_input(logits.node, lambda _: hidden), logits.meta)
+    node = expression.with_first_input(logits.node, lambda _: hidden)
+    behind = logits.like(node, logits.meta, copied=True)
+    behind.storage.before, behind.one_of_several = logits.storage, logits.one_of_several
+    return behind
 
 
 # DistributedDataParallel and FSDP2 search pytrees for tensors.

@@ -119,7 +119,16 @@ def twice(z):
         z[..., 1] += 1
 
 
+def by_option(z):
+    F.relu(z[:, 1:], inplace=True)
+
+
+def view_of_real_logits(z):
+    z[..., 3].mul_(0.7)
+
+
 CHANGES = (
+    *(by_option, view_of_real_logits),
     *(bias_of_some_classes, temperature_of_a_row, rows_by_mask, views_of_views, rows_of_themselves),
     *(without_gradients, detached, some_after_reading_all, twice),
 )
@@ -150,6 +159,17 @@ def test_change_of_a_view_that_is_all_there_is():
         rows = model(tokens)[0].view(-1, V)[-2:]
         rows /= 0.7
     assert rows.untyped_storage().nbytes() == rows.nbytes
+
+
+def test_change_of_a_view_of_one_made_before():
+    """The logits themselves were never made, so the change cannot reach them, and is not lost."""
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        some = logits[:, 1:]
+        some[..., 3].mul_(0.7)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            logits.logsumexp(-1)
 
 
 def test_change_refused_of_one_of_several():

@@ -12,6 +12,7 @@ import lowtide
 from lowtide.deferred import RealLogitsWarning
 from lowtide.deferred.recorded.logits import DeferredLogits
 from tests.deferred.helpers import V, differentiated, make, norm, plain_and_deferred
+from tests.ops.chunked_loss.helpers import close
 
 MAPPED = {
     "nothing": lambda z: z,
@@ -308,3 +309,24 @@ def test_map_two_trees():
     assert deferral.materialized == {}
     for ours, want in zip(found, expected):
         assert norm(ours - want) <= 1e-12 * norm(want)
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+def test_change_of_a_view_behind_a_function():
+    """It changes the logits that have passed; those from before do not change, and are refused."""
+    model, tokens, targets = make()
+
+    def use(model):
+        before = model(tokens)[0]
+        leaves, spec = tree_flatten(before)
+        z = tree_unflatten(Copying.apply(*leaves), spec)
+        z[..., :5] += 0.25
+        if isinstance(before, DeferredLogits):
+            with pytest.raises(RuntimeError, match="changed in place"):
+                before.logsumexp(-1)
+        return F.cross_entropy(z.view(-1, V), targets.view(-1), ignore_index=-1)
+
+    Copying.passed = 0
+    expected, found, _ = plain_and_deferred(model, use)
+    close(found, expected)
+    assert Copying.passed == 2

@@ -63,7 +63,7 @@ class RecordedTensor(NamedTuple):
                 "shard the head with its parent; else undo() the deferral"
             )
         # Code that torch.compile traces cannot read a version.
-        if not torch.compiler.is_compiling() and self.version not in (None, _version(self.tensor)):
+        if not torch.compiler.is_compiling() and self.version not in (None, version(self.tensor)):
             raise RuntimeError(
                 "these logits are computed only when they are needed, and the hidden states or the head's "
                 "weight have been changed in place since the head was called (by optimizer.step()?); use the "
@@ -223,7 +223,7 @@ def with_first_input(node: Node, change: Change) -> Node:
 
 def record(tensor: Tensor, memory: Memory | None = None) -> RecordedTensor:
     """Record a tensor whose data no other code can replace."""
-    return RecordedTensor(tensor, _version(tensor), memory)
+    return RecordedTensor(tensor, version(tensor), memory)
 
 
 def record_shared(tensor: Tensor) -> RecordedTensor:
@@ -240,7 +240,8 @@ def record_shared(tensor: Tensor) -> RecordedTensor:
     return record(_Alias.apply(tensor, memory) if tracked else tensor.detach(), memory)
 
 
-def _version(tensor: Tensor) -> int | None:
+def version(tensor: Tensor) -> int | None:
+    """Return the tensor's version counter, or None where there is none."""
     return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 

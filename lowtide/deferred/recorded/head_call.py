@@ -39,6 +39,8 @@ class Storage:
         """The operation that changed materialised logits in place, if any."""
         self.tensor: Tensor | None = None
         """The whole logits, once a change of them or of a view has been recorded."""
+        self.before: Storage | None = None
+        """That of the same logits before an autograd.Function returned them, if one has."""
         self.living: weakref.WeakValueDictionary[int, Any] | None = None
         """Those of these logits that code can still use; None if torch.compile traced any."""
         if not torch.compiler.is_compiling():
@@ -49,6 +51,16 @@ class Storage:
             self.living = None
         elif self.living is not None:
             self.living[id(logits)] = logits
+
+    def notice(self) -> None:
+        """Record a change that real logits took as a tensor, without a call of these logits."""
+        if self.changed is not None or self.made == 0 or torch.compiler.is_compiling():
+            return
+        for each in () if self.living is None else list(self.living.values()):
+            if each.version is not None and each.version != each.made._version:
+                self.changed = "a method of the real logits, or of a view of them"
+                if each.path == ():
+                    self.tensor = each.made
 
 
 class HeadCall:

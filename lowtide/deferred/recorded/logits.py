@@ -85,6 +85,8 @@ class DeferredLogits(Proxy):
         self.path = path
         """The views that lead from the whole logits to these; None if they are not known."""
         self.made: Tensor | None = None
+        self.version: int | None = None
+        """The version counter of the tensor when it was made by itself, if it has one."""
         self.one_of_several = False
         """True for one of several views made by one torch call, and views of it; torch refuses to
         change these."""
@@ -92,6 +94,7 @@ class DeferredLogits(Proxy):
     @property
     def tensor(self) -> Tensor | None:
         """Return the tensor if it has been materialised, alone or as a view of the whole logits."""
+        self.storage.notice()
         if self.made is None and self.storage.tensor is not None and self.path is not None:
             self.made = functools.reduce(lambda tensor, view: view.of(tensor), self.path, self.storage.tensor)
         return self.made
@@ -245,7 +248,8 @@ class DeferredLogits(Proxy):
     def checked(self) -> Node:
         """Return the node; raise an error if its tensors have changed since it was recorded."""
         self.check_function()
-        changed = self.storage.changed
+        before = self.storage.before
+        changed = self.storage.changed or (None if before is None else before.changed)
         if changed is not None:
             raise RuntimeError(
                 f"the logits were changed in place ({changed}), and views of them are used after it; use "
@@ -272,7 +276,7 @@ class DeferredLogits(Proxy):
             tensor = expression.evaluate(node).reshape(*self.rows, self.classes)
             tensor = _laid_like(self.meta, tensor.movedim(-1, self.class_dim))
         if not self.in_other_checkpoint:
-            self.made = tensor
+            self.made, self.version = tensor, expression.version(tensor)
             self.storage.made += 1
         return tensor
 
@@ -332,6 +336,8 @@ class DeferredLogits(Proxy):
         if self.path == ():
             storage.tensor = tensor
         storage.changed = operation
+        if storage.before is not None:
+            storage.before.changed = operation
         return tensor
 
     @property
@@ -379,7 +385,8 @@ class DeferredLogits(Proxy):
         # torch refuses detach_ of views, and it is chance whether real logits are a view.
         if name == "detach_":
             raise RuntimeError(f"{operation} would detach deferred logits in place; use detach()")
-        target = kwargs.get("out", args[0] if args and is_in_place(name) else None)
+        changes = is_in_place(name) or kwargs.get("inplace") is True
+        target = kwargs.get("out", args[0] if args and changes else None)
         if isinstance(target, DeferredLogits):
             target.real_to_change(operation)
         args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
