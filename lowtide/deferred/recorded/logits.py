@@ -330,7 +330,7 @@ class DeferredLogits(Proxy):
         if storage.changed is None and self.made is None and self.path and not alone:
             if whole is None:
                 with torch.enable_grad():  # without a detach that the whole logits have not
-                    whole = DeferredLogits(*storage.whole, storage=storage).real(operation)
+                    whole = DeferredLogits(*storage.whole, storage).real(operation)
             storage.tensor = whole
         tensor = self.real(operation)
         if self.path == ():

@@ -132,7 +132,7 @@ def find_owned(function: Any, name: str) -> Iterator[tuple[str, nn.Module | Tens
 
 
 @functools.lru_cache(maxsize=64)
-def is_plain(kind: type[Tensor]) -> bool:
+def is_plain(kind: Any) -> bool:
     """Return True for torch.Tensor, nn.Parameter, and classes that compute as they do."""
     function = getattr(kind, "__torch_function__", None)
     own = kind is not Tensor and function is not nn.Parameter.__torch_function__
