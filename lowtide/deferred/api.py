@@ -12,7 +12,7 @@ from torch.nn.modules import module as modules
 from lowtide.core import torch_private
 from lowtide.core.checks import check_workspace
 from lowtide.core.errors import ArgumentError
-from lowtide.deferred import einops_backend, elementwise, indexing, pytree, reductions
+from lowtide.deferred import chunks, einops_backend, elementwise, indexing, pytree, reductions
 from lowtide.deferred.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.locate_head import check_head, check_model, classes, locate_head
 from lowtide.deferred.recorded.head_call import HeadCall
@@ -104,7 +104,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
             einops_backend.register()
         counts, reason = deferral._counts, _reason_against(self)
         if reason is None:
-            call = HeadCall(counts, deferral._workspace)
+            call = HeadCall(counts, deferral._workspace, chunks.evaluate)
             hidden = DeferredHidden(args[0], classes(self), call, torch.is_grad_enabled())
             try:
                 logits = plain.forward(self, hidden, *args[1:], **kwargs)  # type: ignore[attr-defined]
@@ -163,8 +163,9 @@ def defer_logits(
     These are computed in chunks as well: `logsumexp`, `gather`, `log_softmax` + `gather`, `argmax`,
     `max`, `topk`, and `sum` and `mean` over the classes. `logsumexp` and `log_softmax` + `gather`
     use the operator of :func:`lowtide.linear_log_probs` where it supports the head. Any other
-    operation materialises the logits once, exactly as the model would have computed them, and gives
-    one :class:`RealLogitsWarning` that names the operation.
+    operation materialises the logits once, exactly as the model would have computed them (in the
+    chunks' order of additions if values have been picked from chunks before), and gives one
+    :class:`RealLogitsWarning` that names the operation.
 
     Operands keep the values that they had when they were recorded. A number, or a vector [V], is
     copied. Hidden states and weight are shared; it is an error to use the logits after one of these

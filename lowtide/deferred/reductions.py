@@ -190,7 +190,7 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
             picked = _picked_logits(node, flat, workspace)
         if picked is not None:
             return in_shape(picked, index.shape)
-    (result,) = _by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
+    (result,) = _pick(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
     return result
 
 
@@ -254,7 +254,7 @@ def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispa
         return dispatch.log_probs(head.inputs, head.weights, target, **options)
 
 
-@handles("argmax", "amax", "sum", "mean", pass_name=True)
+@handles("argmax", "sum", "mean", pass_name=True)
 def reduce(
     name: str, input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
@@ -262,12 +262,21 @@ def reduce(
     return _reduced(input, dim, keepdim, lambda z_CV: getattr(z_CV, name)(-1, **options))
 
 
+@handles("amax")
+def amax(input: DeferredLogits, dim: Any = (), keepdim: bool = False) -> Any:
+    place = _class_dim(input, dim)
+    if place is None:
+        return NotImplemented
+    (result,) = _pick(input, 1, lambda z_CV: (z_CV.amax(-1),))
+    return result.unsqueeze(place) if keepdim else result
+
+
 @handles("max")
 def max_(input: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
     place = _class_dim(input, dim)
     if place is None:
         return NotImplemented
-    results = _by_rows(input, 2, lambda z_CV: tuple(z_CV.max(-1)))
+    results = _pick(input, 2, lambda z_CV: tuple(z_CV.max(-1)))
     return torch.return_types.max(each.unsqueeze(place) if keepdim else each for each in results)
 
 
@@ -275,7 +284,7 @@ def max_(input: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
 def topk(input: DeferredLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if not input.classes_last or _class_dim(input, dim) is None:
         return NotImplemented
-    return torch.return_types.topk(_by_rows(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted))))
+    return torch.return_types.topk(_pick(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted))))
 
 
 def _reduced(input: DeferredLogits, dim: Any, keepdim: bool, function: Callable[[Tensor], Tensor]) -> Any:
@@ -299,3 +308,11 @@ def _by_rows(
     return chunks.by_rows(
         input.checked(), input.rows, results, function, *row_tensors, workspace=input.head_call.workspace
     )
+
+
+def _pick(
+    input: DeferredLogits, results: int, function: chunks.RowFunction, *row_tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Return values that are logits themselves; logits made real later will have the same bits."""
+    input.head_call.picked = True
+    return _by_rows(input, results, function, *row_tensors)

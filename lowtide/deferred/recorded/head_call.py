@@ -1,6 +1,7 @@
 """Define what all logits of one call of the head share, and what those of one memory share."""
 
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -66,10 +67,14 @@ class Storage:
 class HeadCall:
     """Hold what all logits of one call of the head share."""
 
-    def __init__(self, counts: Counts, workspace: int | None) -> None:
+    def __init__(self, counts: Counts, workspace: int | None, by_chunks: Callable[..., Any]) -> None:
         self.counts = counts
         self.workspace = workspace
         """Bytes that each fused loss may hold; None for the default."""
+        self.by_chunks = by_chunks
+        """`chunks.evaluate`, which makes real logits by the products that picked values come from."""
+        self.picked = False
+        """True once values have been picked from chunks (topk, max, ...), to be compared with logits."""
         self.mesh: Any = None
         """The mesh over which tensor parallelism divides the classes; None without."""
         self.placements: tuple[Any, ...] = ()

@@ -273,12 +273,24 @@ class DeferredLogits(Proxy):
         # of its own.
         with torch.inference_mode(False), torch.enable_grad():
             node = expression.with_first_input(node, counted)
-            tensor = expression.evaluate(node).reshape(*self.rows, self.classes)
+            tensor = self._evaluate(node).reshape(*self.rows, self.classes)
             tensor = _laid_like(self.meta, tensor.movedim(-1, self.class_dim))
         if not self.in_other_checkpoint:
             self.made, self.version = tensor, expression.version(tensor)
             self.storage.made += 1
         return tensor
+
+    def _evaluate(self, node: Node) -> Tensor:
+        """Return the logits by one product, or by chunks if values have been picked from chunks.
+
+        A row's last digits depend on the number of rows in its product, and picked values have to
+        be found among the logits. In another checkpoint logits are always made by chunks: values
+        may be picked between its two runs, which must save the same tensors.
+        """
+        call = self.head_call
+        if call.picked or self.in_other_checkpoint:
+            return call.by_chunks(node, call.workspace if call.picked else None)  # type: ignore[no-any-return]
+        return expression.evaluate(node)
 
     @property
     def known(self) -> Tensor | None:
