@@ -106,6 +106,11 @@ def cross_entropy(
     others = () if weight is None else (weight,)
     shape = expression.hidden(node).shape[:-1]
     (loss,) = by_rows(node, shape, 1, losses, target, others=others, workspace=workspace)
+    return reduced(loss, target, weight, ignore_index, reduction)
+
+
+def reduced(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> Tensor:
+    """Reduce the losses of rows as cross_entropy does."""
     return reference.reduce(
         loss.flatten(),
         Labels(reference.flat_target(target), weight),

@@ -7,6 +7,7 @@ Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked from 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from lowtide.deferred.match_head import LinearHead, match_head
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
 from lowtide.deferred.recorded.handlers import handles
+from lowtide.deferred.recorded.head_call import running_checkpoint
 from lowtide.deferred.recorded.logits import NO_GRADIENT, DeferredLogits
 from lowtide.deferred.recorded.reporting import FUSED_LOSS
 from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
@@ -96,7 +98,7 @@ def _loss(
             if is_dtensor(head.weights[0]):
                 loss = linear_cross_entropy(head.inputs[0], head.weights[0], target, weight=weight, **options)
             else:
-                loss = dispatch.cross_entropy(head.inputs, head.weights, target, weight=weight, **options)
+                loss = _undivided(input, head, target, weight, ignore_index, options)
     elif differentiates_weight or torch.compiler.is_compiling():  # by_rows supports neither.
         if mesh is not None and reduction == "mean":
             raise ArgumentError(
@@ -113,6 +115,36 @@ def _loss(
         loss = mean_of_losses(loss, mesh)
     loss = input.head_call.counts.on(loss, FUSED_LOSS)
     return in_shape(loss, input.rows) if options["reduction"] == "none" else loss
+
+
+def _undivided(
+    input: DeferredLogits,
+    head: LinearHead,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    options: dict[str, Any],
+) -> Tensor:
+    """Return the loss of a head that is not divided over ranks.
+
+    A mean or sum forms the gradients in forward, and holds the head's until backward. Losses of
+    pieces of the logits would hold one each. So while one does, another of fewer rows than features
+    (whose logits take less than the gradient) is computed row by row, which holds a few numbers a
+    row and takes one more product.
+    """
+    counts, reduction = input.head_call.counts, options["reduction"]
+    call = functools.partial(dispatch.cross_entropy, head.inputs, head.weights, target, weight=weight)
+    features = sum(each.shape[-1] for each in head.weights if each.requires_grad)
+    # The two runs of a checkpoint have to choose alike.
+    chooses = not torch.compiler.is_compiling() and running_checkpoint() is None
+    if reduction == "none" or features == 0 or not chooses or not torch.is_grad_enabled():
+        return call(**options)
+    if counts.holds_gradient and input.rows.numel() < features:
+        loss = call(**options | {"reduction": "none"})
+        return chunks.reduced(loss, target, weight, ignore_index, reduction)
+    loss = call(**options)
+    counts.hold(loss)
+    return loss
 
 
 def _raising_together(mesh: Any, target: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -6,11 +6,12 @@ Shapes: N tokens, D features, V classes.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
 from lowtide.memory import peak_memory
-from tests.deferred.helpers import GPT
+from tests.deferred.helpers import GPT, check, make, plain_and_deferred
 from tests.support.extended import all_extended_but
 
 # So many rows of float32 logits take more than the default workspace: 64 MiB on the CPU, 1 GiB on
@@ -114,3 +115,69 @@ def test_memory_detects_real_logits(device):
     with lowtide.defer_logits(model), peak_memory(device) as peak, warns:
         model(tokens)[0].sigmoid()
     assert peak.largest >= ROWS[device] * V * 4
+
+
+def pieces(logits, targets):
+    """Return the sum of the losses of single sequences."""
+    return sum(F.cross_entropy(z, y) for z, y in zip(logits, targets))
+
+
+def test_memory_of_losses_of_pieces(device):
+    """One of them may hold the head's gradient; backward holds two more, of a piece and the sum."""
+    features, classes = 256, 4096
+    model = GPT(features=features, classes=classes).to(device)
+    tokens, targets = torch.randint(classes, (2, 16, 8), device=device)
+    peaks = []
+    with lowtide.defer_logits(model, workspace=2 << 20) as deferral:
+        for sequences in (4, 16):
+            with peak_memory(device) as peak:
+                step(model, tokens[:sequences], targets[:sequences], pieces)
+            peaks.append(peak.bytes)
+    assert (deferral.fused, deferral.materialized) == (4 + 16, {})
+    assert peaks[1] < peaks[0] + model.lm_head.weight.nbytes / 2
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_losses_of_pieces(reduction, weighted):
+    model, tokens, targets = make()
+    weight = torch.rand(63, dtype=torch.float64)
+    options = {"reduction": reduction, "label_smoothing": 0.1, "ignore_index": -1}
+
+    def use(model):
+        z = model(tokens)[0]
+        weights = weight.to(z.dtype) if weighted else None
+        return sum(F.cross_entropy(*each, weights, **options) for each in zip(z, targets))
+
+    check(model, use, fused=len(tokens), dtype=torch.float64)
+
+
+def test_losses_of_pieces_in_a_checkpoint():
+    """Its two runs compute the pieces alike, with a loss outside that holds the gradient."""
+    model, tokens, targets = make(dtype=torch.float32)
+
+    def use(model):
+        each = [F.cross_entropy(model(tokens[:1])[0][0], targets[0], ignore_index=-1)]
+        for row, target in zip(tokens[1:], targets[1:]):
+            run = lambda row, target: model(row[None], target[None])[1]  # noqa: E731
+            each.append(checkpoint(run, row, target, use_reentrant=False))
+        return sum(each)
+
+    expected, found, _ = plain_and_deferred(model, use)
+    torch.testing.assert_close(found, expected)
+
+
+def test_later_step_forms_gradients_in_forward():
+    """A loss whose backward has run holds nothing, though the variable lives."""
+    model, tokens, targets = make(dtype=torch.float32)
+    with lowtide.defer_logits(model) as deferral:
+        losses = []
+        for _ in range(2):
+            assert not deferral._counts.holds_gradient
+            losses.append(model(tokens[:1], targets[:1])[1])
+            assert deferral._counts.holds_gradient
+            losses[-1].backward()
+        losses = [model(tokens[:1], targets[:1])[1]]
+        assert deferral._counts.holds_gradient
+        losses.clear()
+        assert not deferral._counts.holds_gradient

@@ -90,7 +90,7 @@ PICKED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", PICKED)
 def test_picked_values_are_found_among_the_logits(name, dtype, rows):
-    """Chunks have 8 rows; the last one's single row has other roundings than in a product of all."""
+    """Chunks have 8 rows; a last one of a single row has other roundings."""
     if name == "gather" and dtype == torch.bfloat16:
         pytest.skip("a half-precision logit of one class is float32, and not rounded")
     head = nn.Linear(256, 600, dtype=dtype)

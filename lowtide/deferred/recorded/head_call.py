@@ -72,9 +72,9 @@ class HeadCall:
         self.workspace = workspace
         """Bytes that each fused loss may hold; None for the default."""
         self.by_chunks = by_chunks
-        """`chunks.evaluate`, which makes real logits by the products that picked values come from."""
+        """`chunks.evaluate`: it makes real logits by the products that picked values come from."""
         self.picked = False
-        """True once values have been picked from chunks (topk, max, ...), to be compared with logits."""
+        """True once values have been picked from chunks (topk, max, ...)."""
         self.mesh: Any = None
         """The mesh over which tensor parallelism divides the classes; None without."""
         self.placements: tuple[Any, ...] = ()

@@ -8,6 +8,7 @@ import itertools
 import sys
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,12 +26,17 @@ class RealLogitsWarning(UserWarning):
     """Warns that an operation has materialised deferred logits."""
 
 
+class _Held:
+    """Live as long as the graph of a loss that holds the head's gradient."""
+
+
 class Counts:
     """Count one head's losses without logits, and the operations that materialised logits."""
 
     def __init__(self) -> None:
         self.fused = 0
         self.materialized: dict[str, int] = {}
+        self._held: Callable[[], object] = lambda: None
         self.number = next(_numbers)
         _by_number[self.number] = self
 
@@ -48,6 +54,19 @@ class Counts:
                 RealLogitsWarning,
                 stacklevel=user_stacklevel(),
             )
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Return True while a loss lives that holds the head's gradient, formed in forward."""
+        return self._held() is not None
+
+    def hold(self, loss: Tensor) -> None:
+        """Note that this loss holds the head's gradient, until its backward or its graph's end."""
+        if loss.grad_fn is None:
+            return
+        held = [_Held()]
+        self._held = weakref.ref(held[0])
+        loss.grad_fn.register_hook(lambda *_: held.clear())
 
     def on(self, tensor: Tensor, event: str) -> Tensor:
         """Return the tensor and count the event: now, or whenever a compiled graph runs."""
