@@ -107,8 +107,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
             call = HeadCall(counts, deferral._workspace, chunks.evaluate)
             hidden = DeferredHidden(args[0], classes(self), call, torch.is_grad_enabled())
             try:
-                logits = plain.forward(self, hidden, *args[1:], **kwargs)  # type: ignore[attr-defined]
-                return logits.tensor if isinstance(logits, DeferredHidden) else logits
+                return hidden.returned(plain.forward(self, hidden, *args[1:], **kwargs))  # type: ignore[attr-defined]
             except NotDeferred as refused:
                 reason = str(refused)
         return eager(self, counts.on(args[0], reason), *args[1:], **kwargs)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 
 from lowtide.core.collectives import is_dtensor
 from lowtide.deferred.recorded import expression, sharded
@@ -47,13 +48,40 @@ class DeferredHidden(Proxy):
         if weight is not None and _is_product(hidden, weight, bias):
             return _logits(hidden, weight, bias)
         args, kwargs = replaced((tuple(args), kwargs), DeferredHidden, lambda each: each.tensor)
-        result = function(*args, **kwargs)
+        return hidden.followed_by(function(*args, **kwargs), function)
+
+    def followed_by(self, result: Any, function: Callable[..., Any]) -> Any:
+        """Return what the function made of the hidden states, with proxies for its tensors."""
+        if isinstance(result, (tuple, list)):  # chunk, split, recurrent layers, attention
+            return type(result)([self.followed_by(each, function) for each in result])
         if not isinstance(result, Tensor) or not result.is_floating_point() or result.dim() == 0:
             return result
         # These are real logits, made by a kind of product that is not recorded.
-        if result.shape[-1] == hidden.classes != hidden.tensor.shape[-1]:
-            return hidden.head_call.counts.on(result, spelled(getattr(function, "__name__", str(function))))
-        return DeferredHidden(result, hidden.classes, hidden.head_call, hidden.grad)
+        if result.shape[-1] == self.classes != self.tensor.shape[-1]:
+            name = getattr(function, "__name__", str(function))
+            self.head_call.accounted = True
+            return self.head_call.counts.on(result, spelled(name))
+        return DeferredHidden(result, self.classes, self.head_call, self.grad)
+
+    def returned(self, output: Any) -> Any:
+        """Return the output of the head's forward with tensors in place of its proxies.
+
+        If its logits were made without a call that the proxies have seen, they are counted as real.
+        """
+        if isinstance(output, DeferredLogits):
+            return output
+
+        def change(leaf: Any) -> Any:
+            if isinstance(leaf, DeferredHidden):
+                return leaf.tensor
+            call = self.head_call
+            is_tensor = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 0
+            if call.accounted or not is_tensor or leaf.shape[-1] != self.classes:
+                return leaf
+            call.accounted = True
+            return call.counts.on(leaf, "the head's own forward")
+
+        return tree_map(change, output, is_leaf=lambda each: isinstance(each, Proxy))
 
 
 def _factors(
@@ -116,5 +144,6 @@ def _logits(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> Defe
     if is_dtensor(weight) and not is_data_sharded(weight):
         hidden.head_call.mesh = weight.device_mesh  # type: ignore[attr-defined]
         hidden.head_call.placements = sharded.by_classes(meta.dim())
+    hidden.head_call.accounted = True
     node = expression.Linear(record_shared(x), record_shared(weight), sharded.copied(bias), autocast, dtype)
     return DeferredLogits(node, meta, hidden.head_call, meta.dim() - 1)

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import lowtide
 from lowtide.deferred import RealLogitsWarning
 from lowtide.deferred.recorded.logits import DeferredLogits
-from tests.deferred.helpers import GPT, D, V, make, plain_and_deferred
+from tests.deferred.helpers import GPT, D, V, differentiated, make, plain_and_deferred
 from tests.ops.chunked_loss.helpers import close
 
 
@@ -174,6 +174,91 @@ def test_head_without_product():
     expected = model(tokens)[0]
     with lowtide.defer_logits(model):
         assert torch.equal(model(tokens)[0], expected)
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.out = nn.Linear(D, 2 * D), nn.Linear(D, V, bias=False)
+
+    def forward(self, x):
+        one, other = self.up(x).chunk(2, -1)
+        return self.out(F.silu(one) * other)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.GRU(D, D, batch_first=True), nn.Linear(D, V, bias=False)
+
+    def forward(self, x):
+        return self.out(self.layer(x)[0])
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.out = nn.Linear(D, V, bias=False)
+
+    def forward(self, x):
+        return self.out(self.layer(x, x, x)[0])
+
+
+class Largest(nn.Module):
+    """Its hidden states pass through a function that returns a named tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.out = nn.Linear(D, 2 * D), nn.Linear(D, V, bias=False)
+
+    def forward(self, x):
+        return self.out(self.up(x).unflatten(-1, (2, D)).max(-2).values)
+
+
+@pytest.mark.parametrize("head", [Gated, Recurrent, Attending, Largest])
+def test_head_of_operations_that_return_tuples(head):
+    model, tokens, targets = make()
+    model.lm_head = head().double()
+
+    def use(model):
+        logits = model(tokens)[0]
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    expected = differentiated(model, use(model))
+    with lowtide.defer_logits(model, head=model.lm_head) as deferral:
+        found = differentiated(model, use(model))
+    assert (deferral.fused, deferral.materialized) == (1, {})
+    close(found, expected)
+
+
+def test_head_that_returns_its_hidden_states_too():
+    class Both(nn.Linear):
+        def forward(self, x):
+            x = torch.tanh(x)
+            return {"logits": F.linear(x, self.weight), "hidden": x}
+
+    model = nn.Sequential(Both(D, V))
+    with lowtide.defer_logits(model, head=model[0]):
+        output = model(torch.randn(3, D))
+    assert isinstance(output["logits"], DeferredLogits)
+    assert type(output["hidden"]) is torch.Tensor
+
+
+def test_head_that_reads_the_tensor_warns():
+    """Its product is of a tensor that the proxy has not made."""
+
+    class Other(nn.Linear):
+        def forward(self, x):
+            return F.linear(torch.tensor(x.tolist()), self.weight)
+
+    model = nn.Sequential(Other(D, V))
+    with (
+        lowtide.defer_logits(model, head=model[0]) as deferral,
+        pytest.warns(RealLogitsWarning, match="the head's own forward needs real logits"),
+    ):
+        assert type(model(torch.randn(3, D))) is torch.Tensor
+    assert deferral.materialized == {"the head's own forward": 1}
 
 
 class Product(torch.autograd.Function):

@@ -75,6 +75,8 @@ class HeadCall:
         """`chunks.evaluate`: it makes real logits by the products that picked values come from."""
         self.picked = False
         """True once values have been picked from chunks (topk, max, ...)."""
+        self.accounted = False
+        """True once logits have been deferred, or counted as real."""
         self.mesh: Any = None
         """The mesh over which tensor parallelism divides the classes; None without."""
         self.placements: tuple[Any, ...] = ()
