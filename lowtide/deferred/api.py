@@ -186,7 +186,8 @@ def defer_logits(
 
     Warns:
         HeadNotCalledWarning: once, if an optimizer has stepped twice over the head's parameters and
-            the head has never been called in training.
+            the head has never been called in training; or if the head is no longer a module of the
+            model (`resize_token_embeddings` makes a new one).
 
     Unchanged: parameters and state_dict, hooks, `isinstance`, tied weights,
     torch.compile(fullgraph=True). A copy or a pickle of the model is the plain model. Logits are

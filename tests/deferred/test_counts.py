@@ -115,6 +115,47 @@ def test_step_with_frozen_head_warns():
             train(model, past_the_head(model, tokens, targets), optimizer)
 
 
+REPLACED = r"the deferred head \(Linear\) is no longer a module of the model"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("called", [True, False])
+def test_step_with_replaced_head_warns_once(called, kept):
+    """As resize_token_embeddings replaces it; before the first step or later."""
+    model, tokens, targets = make()
+    deferral = lowtide.defer_logits(model)
+    if called:
+        train(model, model(tokens, targets)[1], sgd(model))
+    model.lm_head = nn.Linear(16, V).double()
+    if not kept:
+        del deferral
+        gc.collect()
+    optimizer = sgd(model)
+    with pytest.warns(HeadNotCalledWarning, match=REPLACED) as caught:
+        train(model, model(tokens, targets)[1], optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+    train(model, model(tokens, targets)[1], optimizer)
+
+
+def test_step_with_replaced_head_deferred_again_no_warning():
+    model, tokens, targets = make()
+    first = lowtide.defer_logits(model)
+    model.lm_head = nn.Linear(16, V).double()
+    with lowtide.defer_logits(model) as second:
+        train(model, model(tokens, targets)[1], sgd(model))
+    assert (first.fused, second.fused) == (0, 1)
+
+
+def test_step_with_head_within_another_module_no_warning():
+    """As an adapter's layer is put around it."""
+    model, tokens, targets = make()
+    with lowtide.defer_logits(model) as deferral:
+        model.lm_head = nn.Sequential(model.lm_head)
+        for _ in range(2):
+            train(model, model(tokens, targets)[1], sgd(model))
+    assert deferral.fused == 2
+
+
 def test_step_after_deferral_no_warning():
     model, tokens, targets = make()
     optimizer = sgd(model)

@@ -8,7 +8,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -97,11 +97,16 @@ register_autograd("lowtide::counted", lambda ctx, gradient: (gradient, None, Non
 
 
 class HeadNotCalledWarning(UserWarning):
-    """Warns that a model has been trained for two steps without a call of its deferred head."""
+    """Warns that a model is trained without calls of its deferred head.
+
+    Two steps have gone by without a call, or the head is no longer a module of the model.
+    """
 
 
 class Watch:
     """Warn once if an optimizer steps twice and the head has not been called with gradients.
+
+    Warn also if the head is no longer a module of the model, at the first step after it.
 
     A step counts if the optimizer holds a parameter of the head or, for a frozen head, any
     parameter of the model. Calls of the head count from the start of the deferral.
@@ -110,6 +115,7 @@ class Watch:
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
         self.called, self.steps = False, 0
         self.model, self.head, self.name = weakref.ref(model), weakref.ref(head), type(head).__name__
+        self.path = _path(model, head)
         _listen()
         _watches.add(self)
 
@@ -118,13 +124,42 @@ class Watch:
 
     def stepped(self, optimizer: Optimizer) -> None:
         model, head = self.model(), self.head()
-        if self.called or model is None or head is None:
+        if model is None:
             self.end()
+        elif not self._is_head_of(model, head):
+            self._replaced(model, optimizer)
+        elif head is not None and not self.called:
+            self._not_called(model, head, optimizer)
+
+    def _is_head_of(self, model: nn.Module, head: nn.Module | None) -> bool:
+        if head is None:
+            return False
+        found: Any = model
+        for name in self.path or ():
+            found = getattr(found, name, None)
+        if found is not head:  # Another module may have been put around the head since.
+            self.path = _path(model, head)
+        return self.path is not None
+
+    def _replaced(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if not _trains(optimizer, model.parameters()):
             return
-        trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        self.end()
+        # Nothing is lost if the new head is deferred as well.
+        if any(hasattr(type(each), "lowtide_deferral") for each in model.modules()):
+            return
+        warnings.warn(
+            f"the deferred head ({self.name}) is no longer a module of the model: another has taken its "
+            "place since defer_logits (by resize_token_embeddings?), whose logits are real. undo() the "
+            "deferral before such a change, and call defer_logits after it",
+            HeadNotCalledWarning,
+            stacklevel=user_stacklevel(),
+        )
+
+    def _not_called(self, model: nn.Module, head: nn.Module, optimizer: Optimizer) -> None:
         # If the head is frozen, any step of the model counts.
         own = [each for each in head.parameters() if each.requires_grad] or list(model.parameters())
-        self.steps += any(id(each) in trained for each in own)
+        self.steps += _trains(optimizer, own)
         if self.steps < 2:  # The first step may only create the optimizer's state.
             return
         self.end()
@@ -140,7 +175,19 @@ class Watch:
         )
 
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+def _trains(optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
+    """Return whether the optimizer holds one of the parameters."""
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return any(id(each) in trained for each in parameters)
+
+
+def _path(model: nn.Module, head: nn.Module) -> list[str] | None:
+    """Return the attributes that lead from the model to the head, or None if none do."""
+    paths = (name for name, each in model.named_modules() if each is head)
+    return next((path.split(".") if path else [] for path in paths), None)
+
+
+_watches: set[Watch] = set()  # Those of models that are gone end at the next step.
 
 
 @functools.cache
