@@ -27,7 +27,8 @@ class Deferral:
 
     Attributes:
         head: the module whose logits are deferred.
-        fused: the number of losses computed without logits.
+        fused: the number of losses computed without logits, and of differentiable results of the
+            rows that other losses are made of (`gather`, `logsumexp`, `sum`, `mean`).
         materialized: for each operation, how often it materialised the logits.
 
     Code compiled by torch.compile is counted each time it runs; a replay of a CUDA graph is not.
@@ -181,8 +182,8 @@ def defer_logits(
             is computed in chunks also holds the sum of the weight's gradient.
 
     Returns:
-        A :class:`Deferral`, which counts fused losses. Call its `undo()`, or use it as a context
-        manager.
+        A :class:`Deferral`, which counts what is computed without logits. Call its `undo()`, or use
+        it as a context manager.
 
     Warns:
         HeadNotCalledWarning: once, if an optimizer has stepped twice over the head's parameters and

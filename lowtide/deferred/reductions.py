@@ -202,9 +202,10 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
         return NotImplemented
     _, head = _matched(input.checked())
     if head is None:
-        return _reduced(input, dim, keepdim, lambda z_CV: z_CV.logsumexp(-1))
+        return _counted(input, _reduced(input, dim, keepdim, lambda z_CV: z_CV.logsumexp(-1)))
     target = torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=input.device)
-    result = in_shape(_log_probs(head, target, input.head_call.workspace).logsumexp, input.rows)
+    found = in_shape(_log_probs(head, target, input.head_call.workspace).logsumexp, input.rows)
+    result = _counted(input, found)
     return result.unsqueeze(place) if keepdim else result
 
 
@@ -221,9 +222,9 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
         if picked is None:
             picked = _picked_logits(node, flat, workspace)
         if picked is not None:
-            return in_shape(picked, index.shape)
+            return _counted(input, in_shape(picked, index.shape))
     (result,) = _pick(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
-    return result
+    return _counted(input, result)
 
 
 def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
@@ -291,7 +292,7 @@ def reduce(
     name: str, input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     options = {} if dtype is None else {"dtype": dtype}
-    return _reduced(input, dim, keepdim, lambda z_CV: getattr(z_CV, name)(-1, **options))
+    return _counted(input, _reduced(input, dim, keepdim, lambda z_CV: getattr(z_CV, name)(-1, **options)))
 
 
 @handles("amax")
@@ -325,6 +326,13 @@ def _reduced(input: DeferredLogits, dim: Any, keepdim: bool, function: Callable[
         return NotImplemented
     (result,) = _by_rows(input, 1, lambda z_CV: (function(z_CV),))
     return result.unsqueeze(place) if keepdim else result
+
+
+def _counted(input: DeferredLogits, result: Any) -> Any:
+    """Count a result of the rows that a loss can be made of, as a loss without logits."""
+    if not isinstance(result, Tensor) or not result.requires_grad:
+        return result
+    return input.head_call.counts.on(result, FUSED_LOSS)
 
 
 def _class_dim(input: DeferredLogits, dim: Any) -> int | None:

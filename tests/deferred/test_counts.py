@@ -115,6 +115,29 @@ def test_step_with_frozen_head_warns():
             train(model, past_the_head(model, tokens, targets), optimizer)
 
 
+LOSSES = {
+    "smoothing by hand": (2, lambda lp, y: -(lp.gather(-1, y).mean() + lp.sum(-1).mean() / V)),
+    "log-probabilities": (1, lambda lp, y: -lp.gather(-1, y).mean()),
+    "log-probabilities of several": (1, lambda lp, y: -lp.gather(-1, y.expand(-1, -1, 2)).mean()),
+    "entropy": (1, lambda lp, y: -(lp.exp() * lp).sum(-1).mean()),
+    "logsumexp": (1, lambda lp, y: (2 * lp).logsumexp(-1).mean()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_count_results_that_losses_are_made_of(name):
+    model, tokens, targets = make()
+    count, loss = LOSSES[name]
+    with lowtide.defer_logits(model) as deferral:
+        log_p = model(tokens)[0].log_softmax(-1)
+        loss(log_p, targets.clamp(min=0)[..., None]).backward()
+        assert (deferral.fused, deferral.materialized) == (count, {})
+        log_p.argmax(-1)  # an accuracy
+        with torch.no_grad():
+            model(tokens)[0].logsumexp(-1)
+        assert (deferral.fused, deferral.materialized) == (count, {})
+
+
 REPLACED = r"the deferred head \(Linear\) is no longer a module of the model"
 
 

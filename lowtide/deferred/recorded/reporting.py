@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide.core.operator import operator
 
-FUSED_LOSS = ""  # The event of a loss without logits; all other events are names of operations.
+# The event of a loss without logits, or of what one is made of; others are names of operations.
+FUSED_LOSS = ""
 
 
 class RealLogitsWarning(UserWarning):
@@ -41,7 +42,7 @@ class Counts:
         _by_number[self.number] = self
 
     def add(self, event: str) -> None:
-        """Count a loss (`FUSED_LOSS`) or an operation; warn the first time an operation occurs."""
+        """Count `FUSED_LOSS` or an operation; warn the first time an operation occurs."""
         if event == FUSED_LOSS:
             self.fused += 1
             return
