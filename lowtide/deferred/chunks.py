@@ -34,6 +34,7 @@ def by_rows(
     *row_tensors: Tensor,
     others: Tensors = (),
     workspace: int | None,
+    chunk_sizes: dict[Any, int] | None = None,
 ) -> Tensors:
     """Return the results [...] of a function of the rows, computed chunk by chunk.
 
@@ -42,7 +43,8 @@ def by_rows(
     `parts` are the chunk's rows of row_tensors. The results are differentiable, and nothing of a
     chunk is kept. A half-precision parameter's gradient is summed over the chunks in float32.
 
-    A chunk has as many rows as fit into `workspace` bytes; None takes the default.
+    A chunk has as many rows as fit into `workspace` bytes; None takes the default. `chunk_sizes`
+    remembers this for calls of equal sizes, which then have products of equal shapes.
     """
     node = expression.with_whole_weights(node)
     inputs: list[Tensor] = []
@@ -70,17 +72,18 @@ def by_rows(
     # enough rows.
     default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * node.dtype.itemsize))
     chunk_size = max(1, (default if workspace is None else workspace) // row_bytes)
+    if chunk_sizes is not None:  # The default depends on the dtype, which a cast changes.
+        chunk_size = chunk_sizes.setdefault((N, row_bytes), chunk_size)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
         outputs = Rowwise(chunk, len(rows), results, chunk_size)(*rows, *classes, *scalars, *others)
     return tuple(in_shape(each, (*shape, *each.shape[1:])) for each in outputs)
 
 
-def evaluate(node: expression.Node, workspace: int | None) -> Tensor:
-    """Return all logits, with the bits that the functions of the rows find in the chunks."""
-    (logits,) = by_rows(
-        node, expression.hidden(node).shape[:-1], 1, lambda z_CV: (z_CV,), workspace=workspace
-    )
+def evaluate(node: expression.Node, workspace: int | None, chunk_sizes: dict[Any, int]) -> Tensor:
+    """Return all logits, with the bits that the functions of the rows have found in the chunks."""
+    shape, sizes = expression.hidden(node).shape[:-1], dict(chunk_sizes)
+    (logits,) = by_rows(node, shape, 1, lambda z_CV: (z_CV,), workspace=workspace, chunk_sizes=sizes)
     return logits
 
 

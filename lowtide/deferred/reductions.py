@@ -343,16 +343,19 @@ def _class_dim(input: DeferredLogits, dim: Any) -> int | None:
 
 
 def _by_rows(
-    input: DeferredLogits, results: int, function: chunks.RowFunction, *row_tensors: Tensor
+    input: DeferredLogits,
+    results: int,
+    function: chunks.RowFunction,
+    *row_tensors: Tensor,
+    chunk_sizes: dict[Any, int] | None = None,
 ) -> tuple[Tensor, ...]:
-    return chunks.by_rows(
-        input.checked(), input.rows, results, function, *row_tensors, workspace=input.head_call.workspace
-    )
+    options: dict[str, Any] = {"workspace": input.head_call.workspace, "chunk_sizes": chunk_sizes}
+    return chunks.by_rows(input.checked(), input.rows, results, function, *row_tensors, **options)
 
 
 def _pick(
     input: DeferredLogits, results: int, function: chunks.RowFunction, *row_tensors: Tensor
 ) -> tuple[Tensor, ...]:
     """Return values that are logits themselves; logits made real later will have the same bits."""
-    input.head_call.picked = True
-    return _by_rows(input, results, function, *row_tensors)
+    sizes = input.head_call.chunk_sizes
+    return _by_rows(input, results, function, *row_tensors, chunk_sizes=sizes)

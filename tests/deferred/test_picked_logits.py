@@ -116,6 +116,20 @@ def test_picked_values_are_found_among_the_logits(name, dtype, rows):
 
 
 @pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+@pytest.mark.parametrize("rows", [25, 100, 257])
+def test_picked_values_are_found_among_cast_logits(monkeypatch, rows):
+    """A cast alone does not change the chunks."""
+    monkeypatch.setattr(chunks, "ROOM", {"cpu": 1})
+    head = nn.Linear(256, 600, dtype=torch.bfloat16)
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with lowtide.defer_logits(head, head=head):
+        z = head(x)
+        values, indices = z.topk(3)
+        assert torch.equal(z.float().sigmoid().gather(-1, indices), values.float().sigmoid())
+        assert list(z.head_call.chunk_sizes.values()) == [rows * 3 * 2 // (chunks.COPIES * 4)]
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
 def test_logits_of_a_checkpoint_before_values_are_picked():
     """The checkpoint's second run saves the same tensors, though values have been picked since."""
     head, x = nn.Linear(D, V, dtype=torch.float64), torch.randn(N, D, dtype=torch.float64, requires_grad=True)

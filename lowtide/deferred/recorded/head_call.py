@@ -73,8 +73,8 @@ class HeadCall:
         """Bytes that each fused loss may hold; None for the default."""
         self.by_chunks = by_chunks
         """`chunks.evaluate`: it makes real logits by the products that picked values come from."""
-        self.picked = False
-        """True once values have been picked from chunks (topk, max, ...)."""
+        self.chunk_sizes: dict[Any, int] = {}
+        """Those that values have been picked from (topk, max, ...), as `chunks.by_rows` says."""
         self.accounted = False
         """True once logits have been deferred, or counted as real."""
         self.mesh: Any = None

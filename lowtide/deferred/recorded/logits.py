@@ -288,8 +288,9 @@ class DeferredLogits(Proxy):
         may be picked between its two runs, which must save the same tensors.
         """
         call = self.head_call
-        if call.picked or self.in_other_checkpoint:
-            return call.by_chunks(node, call.workspace if call.picked else None)  # type: ignore[no-any-return]
+        if call.chunk_sizes or self.in_other_checkpoint:
+            workspace = call.workspace if call.chunk_sizes else None
+            return call.by_chunks(node, workspace, call.chunk_sizes)  # type: ignore[no-any-return]
         return expression.evaluate(node)
 
     @property
