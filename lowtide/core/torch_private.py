@@ -111,6 +111,23 @@ empty_on_cuda: Any = _find("_C._dynamo.guards._empty_strided_cuda")
 view_of: Any = _find("_C._dynamo.guards._reinterpret_tensor") or _as_strided
 """Return a view of a tensor that autograd does not follow; see `_as_strided`."""
 
+_frames: Any = _find("_C._dynamo.eval_frame")
+
+
+def no_frame_compiled(function: Function) -> Function:
+    """Let torch.compile compile no call of a function, nor of what it calls, outside of a trace.
+
+    This is for code that torch itself calls between compiled graphs, with tensors that
+    torch.compile does not understand. torch.compiler.disable would import torch.compile, and end
+    graphs.
+    """
+    if hasattr(_frames, "set_code_exec_strategy"):
+        skip = _frames._FrameAction.SKIP
+        code = function.__code__  # type: ignore[attr-defined]
+        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 _sdp_order = _find("_C._get_sdp_priority_order") or (lambda: (object(),))
 
 

@@ -30,6 +30,7 @@ class LogitsLeaf(Tensor):
     """True if it was copied in an autograd.Function (DistributedDataParallel has one)."""
 
     @classmethod
+    @torch_private.no_frame_compiled
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -104,6 +105,7 @@ class _Context:
     __hash__ = object.__hash__
 
 
+@torch_private.no_frame_compiled
 def _flatten(logits: DeferredLogits) -> tuple[list[Any], _Context]:
     if logits.tensor is not None:
         return [logits.tensor], _Context(logits)
@@ -115,6 +117,7 @@ def _flatten(logits: DeferredLogits) -> tuple[list[Any], _Context]:
     return [_made(hidden.as_subclass(LogitsLeaf), logits, copied=False)], _Context(logits)
 
 
+@torch_private.no_frame_compiled
 def _unflatten(leaves: Iterable[Any], context: _Context) -> Any:
     leaves, logits = list(leaves), context.logits
     if not leaves:

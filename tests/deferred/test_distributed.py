@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.cards import DEVICES
+from tests.support.graphs import needs_tracing
 from tests.support.ranks import run_ranks
 
 EXACT = [
@@ -11,6 +12,10 @@ EXACT = [
     *("fsdp1", "fsdp1 outside", "fsdp1 before", "fsdp cast", "fsdp cast outside"),
 ]
 
+COMPILED = [
+    *("ddp unused of compiled", "ddp unused outside of compiled"),
+    *("ddp unused compiled whole", "ddp unused outside compiled whole"),
+]
 FREED = ["fsdp head reshard", "fsdp head reshard outside", "fsdp1 head"]  # before the loss needs it
 
 
@@ -24,3 +29,12 @@ def test_exact_or_refused(tmp_path, device):
             assert rank[kind] == {"fused": 2, "materialized": {}}, kind
         for kind in FREED:
             assert "fully_shard(head, reshard_after_forward=False)" in rank[kind]["raised"]
+
+
+@needs_tracing
+@pytest.mark.parametrize("device", DEVICES)
+def test_exact_compiled(tmp_path, device):
+    """The model within DDP, or DDP as a whole, while DDP looks for unused parameters."""
+    for rank in run_ranks("tests.deferred.two_ranks", tmp_path / "store", COMPILED, device=device):
+        for kind in COMPILED:
+            assert rank[kind] == {"fused": 2, "materialized": {}}, (kind, rank[kind])

@@ -27,7 +27,9 @@ def build(kind):
 
 def parallel(kind, model):
     if kind.startswith("ddp"):
-        return DistributedDataParallel(model, find_unused_parameters="unused" in kind)
+        model = torch.compile(model, backend="aot_eager") if "of compiled" in kind else model
+        model = DistributedDataParallel(model, find_unused_parameters="unused" in kind)
+        return torch.compile(model, backend="aot_eager") if kind.endswith("compiled whole") else model
     if kind.startswith("fsdp1"):
         options = {"device_id": torch.get_default_device(), "use_orig_params": True}
         if "head" in kind:

@@ -228,8 +228,11 @@ def record(tensor: Tensor, memory: Memory | None = None) -> RecordedTensor:
 
 def record_shared(tensor: Tensor) -> RecordedTensor:
     """Record a model's tensor by an alias, which keeps its memory if `tensor.data` is replaced."""
+    if torch.compiler.is_compiling():  # A view of a parameter has a node, as an alias has.
+        is_plain = isinstance(tensor, torch.nn.Parameter) and not is_dtensor(tensor)
+        return record(tensor.view_as(tensor) if is_plain else tensor)
     # An alias would lose the tangent of forward mode, and the level of a transform.
-    if torch.compiler.is_compiling() or in_transform(tensor):
+    if in_transform(tensor):
         return record(tensor)
     if tensor.is_inference():  # Without a version counter a change would go unnoticed.
         return record(tensor.clone())
