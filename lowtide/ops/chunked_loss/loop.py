@@ -15,7 +15,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.chunked_loss.accumulate import Sum, backward_scale, may_be_retained, rounded, sum_dtype
 from lowtide.ops.chunked_loss.functional import closures
-from lowtide.ops.chunked_loss.functional.closures import Pass
+from lowtide.ops.chunked_loss.functional.closures import ChunkPass
 from lowtide.ops.chunked_loss.functional.snapshot import other_loss
 from lowtide.ops.chunked_loss.functional.threads import alone
 from lowtide.ops.chunked_loss.isolation import isolated
@@ -33,7 +33,7 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
     through closures. The loss of each chunk is appended to `values`, if given.
     """
     total, losses = Sum(), None
-    with Pass() as now, torch.set_grad_enabled(graph):
+    with ChunkPass() as now, torch.set_grad_enabled(graph):
         learned = now.leaves(tensors[job.cut :], [graph] * len(tensors))
         for place, chunk in enumerate(job.chunks):
             pieces = job.piece(tensors[: job.cut], chunk)
@@ -67,7 +67,7 @@ def _checked(job: Job, place: int, pieces: Tensors, learned: Tensors) -> Tensor:
 def loss_and_gradients(job: Job, tensors: Tensors) -> tuple[Tensor, list[PendingGradient | None]]:
     """Return the loss and the gradients that are needed, from one pass over the chunks."""
     total = Sum()
-    with Pass() as now:
+    with ChunkPass() as now:
         loop = _Loop(job, tensors, job.needs_grad, now)
         for place, chunk in enumerate(job.chunks):
             total.add(loop.first(place, chunk))
@@ -80,7 +80,7 @@ def recomputed_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Compute the chunks again, and return the gradients that are needed."""
     job.snapshot.check()
-    with Pass() as now, job.replay.autocast(), alone(job.functional.modules.values()):
+    with ChunkPass() as now, job.replay.autocast(), alone(job.functional.modules.values()):
         loop = _Loop(job, tensors, needs_grad, now)
         for place, chunk in enumerate(job.chunks):
             loop.again(place, chunk, grad_output)
@@ -90,7 +90,7 @@ def recomputed_gradients(
 class _Loop:
     """Hold the gradients of one pass over the chunks."""
 
-    def __init__(self, job: Job, tensors: Tensors, needs_grad: Sequence[bool], now: Pass) -> None:
+    def __init__(self, job: Job, tensors: Tensors, needs_grad: Sequence[bool], now: ChunkPass) -> None:
         self.job, self.tensors, self.needs_grad, self.now = job, tensors, needs_grad, now
         self.rows: list[Tensor | None] = [None] * job.cut
         self.learned = now.leaves(tensors[job.cut :], needs_grad[job.cut :])

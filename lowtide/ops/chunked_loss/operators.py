@@ -97,7 +97,7 @@ class GradientSumMode(TorchFunctionMode):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         """Return F.linear, whose backward adds to the sums, or None if unsupported."""
         total = self.sums.get(id(weight))
-        if total is None or weight.dim() != 2 or type(input) is not Tensor or not is_plain(type(weight)):
+        if total is None or weight.dim() != 2 or type(input) is not Tensor or not is_plain(weight):
             return None
         kind = input.device.type
         dtype = input.dtype

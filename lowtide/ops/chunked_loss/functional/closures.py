@@ -16,7 +16,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.chunked_loss.functional.tensors import Functional
 
 
-class Pass:
+class ChunkPass:
     """Represent one pass over the chunks, and make the leaves of their graphs.
 
     A gradient that reaches a leaf after the pass would be lost, so it is an error. The pass itself
@@ -26,7 +26,7 @@ class Pass:
     def __init__(self) -> None:
         self.is_over = False
 
-    def __enter__(self) -> "Pass":
+    def __enter__(self) -> "ChunkPass":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ def error(names: Sequence[str]) -> ArgumentError:
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return ArgumentError(
         f"loss_fn and head must not reach what needs a gradient through a closure or a global: {listed} "
-        "would get none. Pass the nn.Module itself (or its bound method) as head or loss_fn; pass "
+        "would get none. ChunkPass the nn.Module itself (or its bound method) as head or loss_fn; pass "
         "anything else to it by functools.partial, as in head=partial(logits, model.lm_head) or "
         "head=partial(F.linear, weight=weight); detach what needs no gradient"
     )
@@ -114,4 +114,4 @@ def _leaves(loss: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
 
 def _is_of_pass(leaf: Any) -> bool:
     """Return True if a pass over the chunks has made this leaf."""
-    return any(isinstance(hook, Pass) for hook in (leaf._post_accumulate_grad_hooks or {}).values())
+    return any(isinstance(hook, ChunkPass) for hook in (leaf._post_accumulate_grad_hooks or {}).values())

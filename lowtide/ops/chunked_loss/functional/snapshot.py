@@ -90,8 +90,7 @@ def check_buffers(functional: Functional, before: dict[str, tuple[int, int]]) ->
 def addresses(learned: Sequence[Tensor]) -> list[int]:
     """Return where the memory of each tensor begins; 0 for one that wraps others."""
     return [
-        each.data_ptr() if is_plain(type(each)) and not torch_private.is_wrapped(each) else 0
-        for each in learned
+        each.data_ptr() if is_plain(each) and not torch_private.is_wrapped(each) else 0 for each in learned
     ]
 
 

@@ -131,11 +131,15 @@ def find_owned(function: Any, name: str) -> Iterator[tuple[str, nn.Module | Tens
         yield from find_owned(function.__self__, name)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return True for a tensor of a class that computes as torch.Tensor and nn.Parameter do."""
+    kind: Any = type(tensor)
+    return _is_plain(kind)
+
+
 @functools.lru_cache(maxsize=64)
-def is_plain(kind: Any) -> bool:
-    """Return True for torch.Tensor, nn.Parameter, and classes that compute as they do."""
-    function = getattr(kind, "__torch_function__", None)
-    own = kind is not Tensor and function is not nn.Parameter.__torch_function__
+def _is_plain(kind: Any) -> bool:
+    own = kind is not Tensor and kind.__torch_function__ is not nn.Parameter.__torch_function__
     return not own and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
@@ -144,7 +148,7 @@ def _pass_off(copy: Tensor, original: Tensor) -> None:
 
     Code asks whether a tensor is an nn.Parameter, and muP asks each parameter for its `infshape`.
     """
-    if type(copy) is Tensor and is_plain(type(original)):
+    if type(copy) is Tensor and is_plain(original):
         copy.__class__ = type(original)
         copy.__dict__ = original.__dict__  # what the code writes there is seen on the original
     elif copy is not original:
