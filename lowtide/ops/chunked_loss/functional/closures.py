@@ -69,7 +69,7 @@ def error(names: Sequence[str]) -> ArgumentError:
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return ArgumentError(
         f"loss_fn and head must not reach what needs a gradient through a closure or a global: {listed} "
-        "would get none. ChunkPass the nn.Module itself (or its bound method) as head or loss_fn; pass "
+        "would get none. Pass the nn.Module itself (or its bound method) as head or loss_fn; pass "
         "anything else to it by functools.partial, as in head=partial(logits, model.lm_head) or "
         "head=partial(F.linear, weight=weight); detach what needs no gradient"
     )
