@@ -172,7 +172,7 @@ def test_compiled_loss_of_an_eager_model(name):
                 for each, change in zip((*model.parameters(), *plain.parameters()), found[1:] * 2):
                     each.sub_(change)
     assert len(graphs) == 1
-    assert deferral.fused == (3 if name == "cross_entropy" else 0)
+    assert deferral.fused == 3
     assert deferral.materialized == {}
 
 
