@@ -39,10 +39,11 @@ def in_transform(*tensors: Tensor | None) -> bool:
 
 
 def in_shape(result: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a fresh result in another shape, as no view of it.
+    """Return a result that no node has saved in another shape, as no view of it.
 
     FSDP waits for backward by hooks on results. A change in place of a view, as `loss *= mask`,
-    would drop them, and with them all gradients of the unit.
+    would drop them, and with them all gradients of the unit. Autograd does not see that such a
+    change is one of `result` too.
     """
     if result.shape == torch.Size(shape):
         return result

@@ -260,8 +260,8 @@ def refuse_other_replicas(parameter: Any) -> None:
         return
     mesh = parameter.device_mesh
     for unit, group in _groups():
-        around = group.mesh_info.mesh
-        if around.size() <= mesh.size() or not _holds_parameter_on(mesh, unit):
+        around = getattr(getattr(group, "mesh_info", None), "mesh", None)  # private to torch
+        if around is None or around.size() <= mesh.size() or not _holds_parameter_on(mesh, unit):
             continue
         beyond = sorted(set(around.mesh.flatten().tolist()) - set(mesh.mesh.flatten().tolist()))
         raise ArgumentError(

@@ -114,6 +114,9 @@ view_of: Any = _find("_C._dynamo.guards._reinterpret_tensor") or _as_strided
 _frames: Any = _find("_C._dynamo.eval_frame")
 
 
+FRAME_NAMES = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+
+
 def no_frame_compiled(function: Function) -> Function:
     """Let torch.compile compile no call of a function, nor of what it calls, outside of a trace.
 
@@ -121,7 +124,7 @@ def no_frame_compiled(function: Function) -> Function:
     torch.compile does not understand. torch.compiler.disable would import torch.compile, and end
     graphs.
     """
-    if hasattr(_frames, "set_code_exec_strategy"):
+    if all(hasattr(_frames, each) for each in FRAME_NAMES):
         skip = _frames._FrameAction.SKIP
         code = function.__code__  # type: ignore[attr-defined]
         _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(skip, skip))

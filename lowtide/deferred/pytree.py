@@ -51,13 +51,11 @@ class LogitsLeaf(Tensor):
         return DeferredLogits.call(function, args, kwargs)
 
 
-def _logits(leaf: LogitsLeaf, logits: DeferredLogits | None = None) -> DeferredLogits:
-    """Return the logits of a leaf, or the given ones in their place."""
-    logits = leaf.logits if logits is None else logits
+def _logits(leaf: LogitsLeaf) -> DeferredLogits:
     if not leaf.copied:
-        return logits
+        return leaf.logits
     with torch._C.DisableTorchFunctionSubclass():
-        return _behind_a_function(logits, leaf.as_subclass(Tensor), leaf.grad_fn)
+        return _behind_a_function(leaf.logits, leaf.as_subclass(Tensor), leaf.grad_fn)
 
 
 def _made(leaf: Any, logits: DeferredLogits, *, copied: bool) -> LogitsLeaf:
@@ -102,7 +100,8 @@ class _Context:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Context)
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return hash(_Context)
 
 
 @torch_private.no_frame_compiled
@@ -124,7 +123,7 @@ def _unflatten(leaves: Iterable[Any], context: _Context) -> Any:
         return logits
     (leaf,) = leaves
     if isinstance(leaf, LogitsLeaf):
-        return _logits(leaf, logits)
+        return _logits(leaf)
     if logits.tensor is not None and leaf is logits.tensor:
         return logits
     # A transform wraps the leaf's own numbers, which are the hidden states.

@@ -222,7 +222,9 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
         if picked is None:
             picked = _picked_logits(node, flat, workspace)
         if picked is not None:
-            return _counted(input, in_shape(picked, index.shape))
+            # A function of log-probabilities (exp) may have saved its result for backward.
+            saved = isinstance(node, Apply) and node.name != "log_softmax"
+            return _counted(input, in_shape(picked.clone() if saved else picked, index.shape))
     (result,) = _pick(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
     return _counted(input, result)
 

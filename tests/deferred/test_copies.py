@@ -186,3 +186,17 @@ def test_change_of_a_deep_copy():
         logits = model(tokens)[0]
         copy.deepcopy(logits).zero_()
         assert logits.amax() > 0
+
+
+def test_change_of_picked_probabilities():
+    """The node that made them keeps its result, which a change in place must not reach."""
+    model, tokens, targets = make()
+
+    def use(model):
+        index = targets.clamp(min=0)[..., None]
+        picked = model(tokens)[0].log_softmax(-1).exp().gather(-1, index)
+        picked *= torch.linspace(0, 1, picked.numel(), dtype=picked.dtype).view_as(picked)
+        return picked.sum()
+
+    expected, found, _ = plain_and_deferred(model, use)
+    close(found, expected)

@@ -246,3 +246,15 @@ def test_data_of_logits_exchange_refused():
         with pytest.raises(RuntimeError, match=r"take logits.materialize\(\) first"):
             logits.data = torch.zeros(logits.shape)
         assert not logits.data.requires_grad
+
+
+def test_step_of_a_sparse_parameter():
+    """It has no memory that logits could be made of."""
+    model, tokens, _ = make()
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    sparse.grad = torch.eye(3).to_sparse()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        torch.optim.SGD([sparse], lr=1.0).step()
+        assert torch.equal(sparse.detach().to_dense(), torch.zeros(3, 3))
+        assert logits.logsumexp(-1).isfinite().all()

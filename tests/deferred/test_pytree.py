@@ -330,3 +330,17 @@ def test_change_of_a_view_behind_a_function():
     expected, found, _ = plain_and_deferred(model, use)
     close(found, expected)
     assert Copying.passed == 2
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+def test_mapped_over_two_outputs():
+    """The function chooses of which; structures are equal wherever both have logits."""
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model):
+        first, second = model(tokens)[0], model(tokens.flip(0))[0]
+        for made in (None, first, second):
+            if made is not None:
+                made.materialize()
+            for choose, expected in ((lambda a, b: a, first), (lambda a, b: b, second)):
+                found = tree_map(choose, {"z": first}, {"z": second})["z"]
+                assert torch.equal(found.argmax(-1), expected.argmax(-1))

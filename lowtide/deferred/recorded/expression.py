@@ -51,7 +51,7 @@ class RecordedTensor(NamedTuple):
     version: int | None
     """The version counter; None if the head was called where there is none (torch.compile)."""
     memory: Memory | None = None
-    """The model's memory that the tensor was made of, whose counter an optimizer's step raises."""
+    """Identifies the model's memory that the tensor was made of, for the steps of optimizers."""
 
     def value(self) -> Tensor:
         """Return the tensor; raise an error if it has since been changed or freed."""

@@ -42,14 +42,16 @@ class Storage:
         """The whole logits, once a change of them or of a view has been recorded."""
         self.before: Storage | None = None
         """That of the same logits before an autograd.Function returned them, if one has."""
+        self.traced = False
+        """True if torch.compile traced any of these logits, which `living` does not have."""
         self.living: weakref.WeakValueDictionary[int, Any] | None = None
-        """Those of these logits that code can still use; None if torch.compile traced any."""
+        """Those of these logits that code can still use; None if the head was traced."""
         if not torch.compiler.is_compiling():
             self.living = weakref.WeakValueDictionary()
 
     def add(self, logits: Any) -> None:
         if torch.compiler.is_compiling():
-            self.living = None
+            self.traced = True
         elif self.living is not None:
             self.living[id(logits)] = logits
 

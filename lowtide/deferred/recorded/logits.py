@@ -339,7 +339,7 @@ class DeferredLogits(Proxy):
                 f"{operation} would change logits of which other forms have been made already; use its form "
                 "that is not in place, or undo() the deferral"
             )
-        alone = storage.living is not None and len(storage.living) == 1
+        alone = not storage.traced and storage.living is not None and len(storage.living) == 1
         if storage.changed is None and self.made is None and self.path and not alone:
             if whole is None:
                 with torch.enable_grad():  # without a detach that the whole logits have not

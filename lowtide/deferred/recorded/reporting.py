@@ -8,7 +8,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Counts:
     def __init__(self) -> None:
         self.fused = 0
         self.materialized: dict[str, int] = {}
-        self._held: Callable[[], object] = lambda: None
+        self._held: weakref.WeakSet[_Held] = weakref.WeakSet()
         self.number = next(_numbers)
         _by_number[self.number] = self
 
@@ -59,14 +59,14 @@ class Counts:
     @property
     def holds_gradient(self) -> bool:
         """Return True while a loss lives that holds the head's gradient, formed in forward."""
-        return self._held() is not None
+        return len(self._held) > 0
 
     def hold(self, loss: Tensor) -> None:
         """Note that this loss holds the head's gradient, until its backward or its graph's end."""
         if loss.grad_fn is None:
             return
         held = [_Held()]
-        self._held = weakref.ref(held[0])
+        self._held.add(held[0])
         loss.grad_fn.register_hook(lambda *_: held.clear())
 
     def on(self, tensor: Tensor, event: str) -> Tensor:

@@ -50,7 +50,7 @@ class Fields:
 
 
 class SearchedTensor(Tensor):
-    """Represent a tensor that logits depend on; a cast of the logits is none of it."""
+    """Represent a tensor that logits depend on. A cast of the logits does not cast it."""
 
     tensor: Tensor
 

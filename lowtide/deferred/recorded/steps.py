@@ -22,11 +22,11 @@ class Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         self.address = _address(tensor)
-        _used.add(self)
+        _used[id(self)] = self
         _listen()
 
 
-_used: weakref.WeakSet[Memory] = weakref.WeakSet()
+_used: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
 
 @functools.cache
@@ -38,7 +38,9 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise the version counters of stepped parameters that logits are made of."""
     if torch.compiler.is_compiling():
         return
-    used = {each.address for each in list(_used)}
+    # Another thread may add to these, which does not disturb a list of references.
+    used = {memory.address for memory in (ref() for ref in _used.valuerefs()) if memory is not None}
+    used.discard(None)
     if not used:
         return
     for group in optimizer.param_groups:
@@ -47,6 +49,6 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 increment_version(each)
 
 
-def _address(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int | None:
     own: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return int(own.untyped_storage()._cdata)
+    return int(own.untyped_storage()._cdata) if own.layout == torch.strided else None

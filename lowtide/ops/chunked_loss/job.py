@@ -132,23 +132,24 @@ class Job:
     def _adds_up(
         self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode
     ) -> bool | None:
-        """Return True if the loss of the first half of a chunk, given twice, is twice its loss.
+        """Return True if the loss of half of a chunk's rows, given twice, is twice their loss.
 
-        Return None if this shows nothing: random numbers differ by row, and a value may be NaN.
+        These are every second row, since the first ones may all be masked. Return None if this
+        shows nothing: random numbers differ by row, and a value may be 0 or NaN.
         """
         capturing = self.replay.on_cuda and torch.cuda.is_current_stream_capturing()
         if capturing or any_transform() or self.replay.drew():
             return None
-        halves = tuple(piece[: len(piece) // 2].detach() for piece in pieces)
+        halves = tuple(piece[::2].detach() for piece in pieces)
         doubled = tuple(torch.cat([half, half]) for half in halves)
         try:
             with torch.no_grad():
                 once, twice = (
                     float(self.run(place, each, learned, operators)[1]) for each in (halves, doubled)
                 )
-        except RuntimeError:  # head or loss_fn needs gradients, or the number of rows that they got
+        except Exception:  # head or loss_fn needs gradients, or the number of rows that they got
             return None
-        if not math.isfinite(once) or not math.isfinite(twice):
+        if not math.isfinite(once) or not math.isfinite(twice) or once == 0:
             return None
         # Closer than half the digits, so that a mean is seen also beside a larger sum.
         precision = self.eps((*pieces, *learned)) ** 0.5 / 32

@@ -90,7 +90,7 @@ class GradientSumMode(TorchFunctionMode):
                 return found
         # F.batch_norm gives `training` by name. nn.SyncBatchNorm, whose statistics are those of all
         # ranks, begins with torch.batch_norm_stats.
-        if (function is F.batch_norm and kwargs["training"]) or function is torch.batch_norm_stats:
+        if (function is F.batch_norm and kwargs.get("training")) or function is torch.batch_norm_stats:
             raise validation.batch_statistics()
         return function(*args, **kwargs)
 

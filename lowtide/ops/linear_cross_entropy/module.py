@@ -52,9 +52,10 @@ def _check_product(linear: nn.Module) -> None:
     if found is not None:
         raise ArgumentError(
             f".linear must be an nn.Linear, by whose weight this module multiplies, got {found}, which would "
-            "be left out. Leave .linear out of PEFT's target_modules (modules_to_save trains it whole), and "
-            "take torch.nn.utils.parametrizations in place of hooks that compute a weight. For an adapted "
-            "head without logits, call lowtide.defer_logits on a model that calls the head and cross_entropy"
+            "be left out. Remove a hook, or put it on the loss module; leave .linear out of PEFT's "
+            "target_modules (modules_to_save trains it whole); take torch.nn.utils.parametrizations in place "
+            "of hooks that compute a weight. For an adapted head without logits, call lowtide.defer_logits "
+            "on a model that calls the head and cross_entropy"
         )
 
 

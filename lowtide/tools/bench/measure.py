@@ -119,8 +119,8 @@ def attempted(
     except Exception as error:
         if not alone:
             raise
-        fits = not isinstance(error, torch.OutOfMemoryError)
-        outcome = None, ("" if fits else "does not fit in memory: ") + _one_line(error), fits
+        failed = not isinstance(error, torch.OutOfMemoryError)
+        outcome = None, ("" if failed else "does not fit in memory: ") + _one_line(error), failed
     # Free memory only here: the exception is gone, and with it the last reference to the tensors.
     gc.collect()
     if device == "cuda":

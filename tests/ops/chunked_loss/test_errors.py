@@ -294,3 +294,28 @@ def test_closure_frozen_accepted():
         return F.kl_div(logits.log_softmax(-1), teacher(hidden).softmax(-1), reduction="sum")
 
     chunked_loss(distilled, head, hidden, hidden.detach()).backward()
+
+
+def test_mean_of_masked_rows():
+    """Rows whose loss is 0 do not hide that a chunk's loss is a mean."""
+    head, hidden = nn.Linear(D, V).double(), torch.randn(64, D, dtype=torch.float64, requires_grad=True)
+    labels, mask = torch.randint(V, (64,)), (torch.arange(64) >= 9).double()
+
+    def loss_fn(logits, labels, mask):
+        return (F.cross_entropy(logits, labels, reduction="none") * mask).mean()
+
+    with pytest.raises(ValueError, match="got their mean"):
+        chunked_loss(loss_fn, head, hidden, labels, mask, chunk_size=16)
+
+
+def test_suspected_loss_that_asks_for_its_rows():
+    """The check whether losses add up gives other numbers of rows, which a function may refuse."""
+    head, hidden = nn.Linear(D, V).double(), torch.randn(64, D, dtype=torch.float64, requires_grad=True)
+
+    def loss_fn(logits, labels):
+        assert len(logits) == 16
+        return F.cross_entropy(logits, labels, reduction="sum") / 16
+
+    labels = torch.randint(V, (64,))
+    loss = chunked_loss(loss_fn, head, hidden, labels, chunk_size=16)
+    torch.testing.assert_close(loss, F.cross_entropy(head(hidden), labels, reduction="sum") / 16)
