@@ -140,7 +140,7 @@ class Job:
         capturing = self.replay.on_cuda and torch.cuda.is_current_stream_capturing()
         if capturing or any_transform() or self.replay.drew():
             return None
-        halves = tuple(piece[::2].detach() for piece in pieces)
+        halves = tuple(piece[1::2].detach() for piece in pieces)
         doubled = tuple(torch.cat([half, half]) for half in halves)
         try:
             with torch.no_grad():
