@@ -102,7 +102,7 @@ def test_silent_step_before_backward(name):
 
 @pytest.mark.parametrize("name", SILENT)
 def test_silent_step_elsewhere(name):
-    """Of parameters without a gradient, and of another model's: the logits are what they were."""
+    """A step without a gradient, or of another model, leaves the logits what they were."""
     model, tokens, targets = make()
     other = make()[0]
     expected = model(tokens)[0].logsumexp(-1).detach()

@@ -1,4 +1,4 @@
-"""What test_hybrid.py runs as four processes: a head of lowtide.shard_head under FSDP2 that
+"""Trains a head of lowtide.shard_head as four processes, for test_hybrid.py: under FSDP2 that
 replicates over one dimension of a mesh and shards over the other (HSDP), and under DDP. A scenario
 returns the relative error of each parameter after some steps, against one process.
 """

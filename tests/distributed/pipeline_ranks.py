@@ -1,5 +1,5 @@
-"""What test_pipeline.py runs as two processes: stages of torch.distributed.pipelining, the last of
-which returns hidden states and holds the head. A scenario, named after torch's schedule, returns
+"""Runs stages of torch.distributed.pipelining as two processes, for test_pipeline.py. The last
+stage returns hidden states and holds the head. A scenario, named after torch's schedule, returns
 the relative error of each gradient of this rank's stages, against one process, in float64.
 """
 

@@ -44,7 +44,7 @@ def test_local_logits_refused(results):
 
 @pytest.mark.parametrize("kind", CHUNKED)
 def test_chunked_loss(results, kind):
-    """Of torchtitan's head, whose logits are DTensors, in float64."""
+    """The head is torchtitan's, whose logits are DTensors, in float64."""
     for rank in results:
         assert "raised" not in rank[kind], rank[kind]["raised"]
         assert all(each <= 1e-14 for each in rank[kind]["errors"].values())

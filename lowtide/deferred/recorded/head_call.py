@@ -33,7 +33,7 @@ class Storage:
 
     def __init__(self, node: Any, meta: Tensor, head_call: "HeadCall", class_dim: int) -> None:
         self.whole = (node, meta, head_call, class_dim)
-        """What defines the whole logits, which the others are views of."""
+        """Defines the whole logits, which the others are views of."""
         self.made = 0
         """Counts those of these logits that have been materialised, each by itself."""
         self.changed: str | None = None

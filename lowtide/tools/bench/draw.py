@@ -210,7 +210,7 @@ def _readable(size: float) -> str:
 class Panel(NamedTuple):
     label: str
     dots: dict[str, list[tuple[int, float]]]
-    """By provider: the place of a case, and its ratio."""
+    """Holds the place and the ratio of each case, by provider."""
 
 
 def draw_dots(

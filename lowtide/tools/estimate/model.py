@@ -32,7 +32,7 @@ BUILT_IN = {f"demo-{device}": sizes for device, sizes in SIZES.items()}
 BUILT_IN_CLASSES = 32_768
 FILE = "config.json"
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForVision2Seq", "ForMaskedLM")
-"""How Transformers ends the names of models with a head over the vocabulary."""
+"""Transformers ends the names of models with a head over the vocabulary so."""
 MOST = {"vocab_size": 2**28, "hidden_size": 2**20, "num_hidden_layers": 10_000}
 
 

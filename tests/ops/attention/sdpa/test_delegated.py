@@ -1,4 +1,4 @@
-"""What is handed to torch's own kernels gives what ours give, in any state and layout.
+"""Calls that are handed to torch's own kernels give what ours give, in any state and layout.
 
 Reasons against them are in test_refusals.py, their CUDA kernels in test_delegated_cuda.py.
 """
