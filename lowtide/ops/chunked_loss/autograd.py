@@ -102,10 +102,10 @@ def _scaled(job: Job, gradient: Tensor, factor: Tensor | None, grad_output: Tens
     A factor of None stands for 1. The factor is 0-d, or has one number for each chunk of rows.
     """
     if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        values = _scaled(job, gradient.values(), factor, grad_output)
-        own = gradient.indices(), values, gradient.shape
-        return torch.sparse_coo_tensor(*own, check_invariants=False, is_coalesced=True)
+        # torch 2.11 warns whoever makes a sparse tensor of indices and values.
+        gradient = gradient.coalesce().clone()
+        gradient.values().copy_(_scaled(job, gradient.values(), factor, grad_output))
+        return gradient
     # Multiply in float32 for half precision, so that the result is rounded once.
     grad_output = grad_output.to(torch.promote_types(gradient.dtype, torch.float32))
     if is_batched(grad_output) or is_dtensor(gradient):

@@ -31,7 +31,7 @@ def by_features(tensor):
 
 @pytest.mark.parametrize("transposed", OPERANDS)
 @pytest.mark.parametrize(
-    ("K", "E"), all_extended_but([(32, 32), (1, 16)], [(32, 32), (16, 1), (1, 16), (128, 128)])
+    ("K", "E"), all_extended_but([(32, 32), (1, 16)], [(32, 32), (16, 1), (1, 16), (128, 128), (256, 256)])
 )
 @pytest.mark.parametrize("few", [False, True])
 def test_values(device, monkeypatch, few, K, E, transposed):
