@@ -23,12 +23,13 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile
 # The fewest problems that the kernels of small problems take. With fewer, a part of the card is
 # idle, however fast one program is.
 FEWEST = 264
-# The most programs of forward and of backward, if there are no more heads than that. Each
-# multiprocessor of an H200 runs two programs of backward at once.
-FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, 264
+# The programs that run at once on an H200: two per multiprocessor, in backward and for a bias.
+AT_ONCE = 264
+# The most programs of forward and of backward, if there are no more heads than that.
+FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, AT_ONCE
 # A shared bias with fewer tiles than this may have several programs per tile, at most so many in
 # all. Each of them sums over a part of the problems that share the bias.
-BIAS_PROGRAMS = 528
+BIAS_PROGRAMS = 6 * AT_ONCE
 
 
 def is_small(call: KernelCall, kernel: str = "problem forward", grad_bias: bool = False) -> bool:
@@ -98,9 +99,9 @@ def short_bias_gradient(call: KernelCall) -> None:
     tile, (own_batches, own_heads, *_) = call.tile("short bias"), grad_bias.shape
     tiles, batches, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), B // own_batches, H // own_heads
     programs = math.prod(tiles) * own_batches * own_heads
-    steps = cdiv(batches * heads, max(1, BIAS_PROGRAMS // programs))
-    runs, parts = cdiv(batches * heads, steps), grad_bias
-    if runs > 1:  # parts hold at most BIAS_PROGRAMS tiles of float32, 8 MiB
+    runs, steps = _bias_runs(programs, batches * heads)
+    parts = grad_bias
+    if runs > 1:  # parts hold at most BIAS_PROGRAMS tiles of float32, 25 MiB
         parts = grad_bias.new_empty(runs * own_batches, own_heads, M, N, dtype=torch.float32)
     short_bias_gradient_kernel[(programs * runs,)](
         *call.tensors, call.grad_output, call.row_terms, parts, *call.strides,
@@ -110,6 +111,21 @@ def short_bias_gradient(call: KernelCall) -> None:
     )  # fmt: skip
     if parts is not grad_bias:
         grad_bias.copy_(parts.view(runs, own_batches, own_heads, M, N).sum(0))
+
+
+def _bias_runs(programs: int, problems: int) -> tuple[int, int]:
+    """Return the number of runs for one tile of a bias, and the number of problems of each run.
+
+    All programs of a wave end at about the same time, so the time is the number of waves times the
+    problems of a run. Two more problems stand for a program's beginning and end (decision 0096).
+    """
+
+    def time(runs: int) -> int:
+        return cdiv(programs * runs, AT_ONCE) * (cdiv(problems, runs) + 2)
+
+    runs = min(range(1, max(1, min(problems, BIAS_PROGRAMS // programs)) + 1), key=time)
+    steps = cdiv(problems, runs)
+    return cdiv(problems, steps), steps
 
 
 def _runs(call: KernelCall, programs: int) -> tuple[int, int]:

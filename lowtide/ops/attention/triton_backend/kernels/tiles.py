@@ -241,20 +241,20 @@ def score_tile(
     first <= j < end. MASKED: some scores of the tile may be hidden.
     """
     unit: tl.constexpr = LOG2E if BASE_2 else 1.0
-    room = product
     # Round z here, with an fma. The row's maximum is a rounded z. If the compiler fused this
     # product with the subtraction of the maximum, the difference would not be 0 even for the
     # largest score.
+    added = 0.0
+    if bias is not None and bias.dtype != tl.uint8:
+        added = bias.to(tl.float32)
     if SOFTCAP > 0:
         capped, room = tanh_and_room(product * (scale / SOFTCAP))
-        z = tl.fma(capped, SOFTCAP * unit, 0.0)
+        z = tl.fma(capped, SOFTCAP * unit, added)
     else:
-        z = tl.fma(product, scale * unit, 0.0)
-    if bias is not None:
-        if bias.dtype == tl.uint8:  # a bool bias: False hides a score
-            z = tl.where(bias != 0, z, -float("inf"))
-        else:
-            z += bias.to(tl.float32)
+        room = product
+        z = tl.fma(product, scale * unit, added)
+    if bias is not None and bias.dtype == tl.uint8:  # a bool bias: False hides a score
+        z = tl.where(bias != 0, z, -float("inf"))
     if MASKED:
         z = tl.where((j >= first) & (j < end), z, -float("inf"))
     return z, room
