@@ -118,8 +118,9 @@ def _of_several_tiles(
     if own_bias:
         needs_grad = *needs_grad[:3], False
     elif _sums_short_bias(call, whole):
-        launch_small_problems.short_bias_gradient(call)
-        call, needs_grad = call._replace(grad_bias=None), (*needs_grad[:3], False)
+        turned_bias = launch_small_problems.short_bias_gradient(call)
+        call = call._replace(grad_bias=None, turned_bias=turned_bias)
+        needs_grad = *needs_grad[:3], False
     stores = scores_to_store(operands, options, needs_grad, together, many)
     if whole:
         launch_recomputed.whole_problems(call)

@@ -16,7 +16,7 @@ from lowtide.ops.attention.triton_backend.kernels.recompute import (
     query_gradient_kernel,
 )
 from lowtide.ops.attention.triton_backend.kernels.whole_problems import whole_problem_gradient_kernel
-from lowtide.ops.attention.triton_backend.launch import KernelCall, step_of, strides_of
+from lowtide.ops.attention.triton_backend.launch import VECTOR, KernelCall, step_of, strides_of
 from lowtide.ops.attention.triton_backend.launch_stored_scores import StripMemory
 from lowtide.ops.attention.triton_backend.strips import Strip
 
@@ -94,11 +94,14 @@ def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory)
     blocks_k = 1 if call.grad_key is None else tile.blocks_K
     blocks_e = 1 if call.grad_value is None else tile.blocks_E
     programs = tiles * strip.batches * strip.groups, max(blocks_k, blocks_e)
+    constants = call.constants | {"TURNED": call.turned_bias is not None}
+    if call.turned_bias is not None:
+        call, constants["BIAS_STEP"] = call._replace(bias=call.turned_bias), VECTOR
     key_value_gradient_kernel[programs](
         *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, *results,
         *call.strides, strides_of(call.grad_output), strides_of(call.grad_key),
         strides_of(call.grad_value), memory.strides, strip.batches, *call.sizes, strip.first_group,
-        strip.first_key, tiles, *call.scalars, **call.constants, PIECES=call.pieces, **tile.constants,
+        strip.first_key, tiles, *call.scalars, **constants, PIECES=call.pieces, **tile.constants,
         **tile.options,
     )  # fmt: skip
 

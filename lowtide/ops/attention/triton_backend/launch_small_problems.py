@@ -17,7 +17,7 @@ from lowtide.ops.attention.triton_backend.kernels.small_problems import (
     problem_forward_kernel,
     problem_gradient_kernel,
 )
-from lowtide.ops.attention.triton_backend.launch import KernelCall, strides_of
+from lowtide.ops.attention.triton_backend.launch import VECTOR, KernelCall, strides_of
 from lowtide.ops.attention.triton_backend.tile_sizes import Tile
 
 # The fewest problems that the kernels of small problems take. With fewer, a part of the card is
@@ -91,11 +91,19 @@ def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
     return grad_bias.sum_to_size(bias.shape).to(bias.dtype)
 
 
-def short_bias_gradient(call: KernelCall) -> None:
-    """Write the gradient of the bias of short problems, from recomputed scores."""
-    grad_bias = call.grad_bias
+def short_bias_gradient(call: KernelCall) -> Tensor | None:
+    """Write the gradient of the bias of short problems, from recomputed scores.
+
+    In half precision, return the bias turned for the kernel of dk and dv, if that is needed
+    (KernelCall.turned_bias).
+    """
+    grad_bias, bias = call.grad_bias, call.bias
     assert grad_bias is not None
+    assert bias is not None
     B, H, _, M, N, _, _ = call.size
+    turned_bias = None
+    if call.pieces == 1 and (call.grad_key is not None or call.grad_value is not None):
+        turned_bias = bias.new_empty(*bias.shape[:2], N, cdiv(M, VECTOR) * VECTOR)
     tile, (own_batches, own_heads, *_) = call.tile("short bias"), grad_bias.shape
     tiles, batches, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), B // own_batches, H // own_heads
     programs = math.prod(tiles) * own_batches * own_heads
@@ -104,13 +112,14 @@ def short_bias_gradient(call: KernelCall) -> None:
     if runs > 1:  # parts hold at most BIAS_PROGRAMS tiles of float32, 25 MiB
         parts = grad_bias.new_empty(runs * own_batches, own_heads, M, N, dtype=torch.float32)
     short_bias_gradient_kernel[(programs * runs,)](
-        *call.tensors, call.grad_output, call.row_terms, parts, *call.strides,
-        strides_of(call.grad_output), strides_of(parts), batches, *call.sizes, own_batches, own_heads,
-        heads, steps, *tiles, *call.scalars, **call.constants, CUT=call.is_cut(tile),
+        *call.tensors, call.grad_output, call.row_terms, parts, turned_bias, *call.strides,
+        strides_of(call.grad_output), strides_of(parts), strides_of(turned_bias), batches, *call.sizes,
+        own_batches, own_heads, heads, steps, *tiles, *call.scalars, **call.constants, CUT=call.is_cut(tile),
         **tile.constants_of_one_block, **tile.options,
     )  # fmt: skip
     if parts is not grad_bias:
         grad_bias.copy_(parts.view(runs, own_batches, own_heads, M, N).sum(0))
+    return turned_bias
 
 
 def _bias_runs(programs: int, problems: int) -> tuple[int, int]:

@@ -93,7 +93,7 @@ def test_values_do_not_depend_on_step_of_bias(monkeypatch, device, shape, gap, K
     monkeypatch.setattr(launch, "VECTOR", 1)
     assert launch.step_of([bias], N) == 1
     remembered.forget()
-    # A card's compiler lays tiles out by the vectors that it loads, and sums in the order of a layout.
+    # A card's compiler lays tiles out by the vectors that it loads, and a tile is summed by layout.
     most = 0 if device == "cpu" else 2e-3 if dtype == HALF else 1e-6
     for one, other in zip(found, results()):
         assert (one - other).float().norm() <= most * other.float().norm()

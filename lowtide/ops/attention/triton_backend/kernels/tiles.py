@@ -245,16 +245,18 @@ def score_tile(
     # product with the subtraction of the maximum, the difference would not be 0 even for the
     # largest score.
     added = 0.0
-    if bias is not None and bias.dtype != tl.uint8:
-        added = bias.to(tl.float32)
+    if bias is not None:  # noqa: SIM102  Triton looks at both sides of an "and"
+        if bias.dtype != tl.uint8:
+            added = bias.to(tl.float32)
     if SOFTCAP > 0:
         capped, room = tanh_and_room(product * (scale / SOFTCAP))
         z = tl.fma(capped, SOFTCAP * unit, added)
     else:
         room = product
         z = tl.fma(product, scale * unit, added)
-    if bias is not None and bias.dtype == tl.uint8:  # a bool bias: False hides a score
-        z = tl.where(bias != 0, z, -float("inf"))
+    if bias is not None:  # noqa: SIM102
+        if bias.dtype == tl.uint8:  # a bool bias: False hides a score
+            z = tl.where(bias != 0, z, -float("inf"))
     if MASKED:
         z = tl.where((j >= first) & (j < end), z, -float("inf"))
     return z, room

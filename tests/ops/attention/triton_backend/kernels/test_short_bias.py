@@ -26,11 +26,16 @@ pytestmark = INTERPRETED
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
-    """Gives the number of launches so far, of runs as short as they can be."""
+    """Gives what the launches so far returned, of runs as short as they can be."""
     monkeypatch.setattr(shared, "BIAS_PROGRAMS", 1 << 20)
     found = []
     launch = shared.short_bias_gradient
-    monkeypatch.setattr(shared, "short_bias_gradient", lambda call: found.append(launch(call)))
+
+    def kept(call):
+        found.append(launch(call))
+        return found[-1]
+
+    monkeypatch.setattr(shared, "short_bias_gradient", kept)
     return found
 
 
@@ -102,6 +107,18 @@ def test_bias_alone(device, launches):
     case = case_of(device)
     case.trained("bias")
     run(case, launches)
+    assert launches == [None]
+
+
+@pytest.mark.parametrize("M", [64, 70])
+def test_turned_bias(device, launches, M):
+    """The kernel of dk and dv reads a copy [keys, queries], whose rows end with zeros."""
+    case = case_of(device, M=M, N=37)
+    check_triton(case)
+    (turned,) = launches
+    assert turned.shape == (1, 2, 37, 64 if M == 64 else 72)
+    assert torch.equal(turned[..., :M], case.bias.mT)
+    assert not turned[..., M:].any()
 
 
 @pytest.mark.parametrize("more", [{}, {"mask": masks.LowerTriangularMask(), "p": 0.4, "seed": 9}], ids=str)
