@@ -94,15 +94,15 @@ def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
 def short_bias_gradient(call: KernelCall) -> Tensor | None:
     """Write the gradient of the bias of short problems, from recomputed scores.
 
-    In half precision, return the bias turned for the kernel of dk and dv, if that is needed
-    (KernelCall.turned_bias).
+    In half precision, return the bias turned for the kernel of dk and dv (KernelCall.turned_bias),
+    unless the turned bias would be larger than what that kernel writes.
     """
     grad_bias, bias = call.grad_bias, call.bias
     assert grad_bias is not None
     assert bias is not None
     B, H, _, M, N, _, _ = call.size
-    turned_bias = None
-    if call.pieces == 1 and (call.grad_key is not None or call.grad_value is not None):
+    turned_bias, gradient = None, call.grad_value if call.grad_key is None else call.grad_key
+    if call.pieces == 1 and gradient is not None and bias.numel() <= gradient.numel():
         turned_bias = bias.new_empty(*bias.shape[:2], N, cdiv(M, VECTOR) * VECTOR)
     tile, (own_batches, own_heads, *_) = call.tile("short bias"), grad_bias.shape
     tiles, batches, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), B // own_batches, H // own_heads
@@ -126,7 +126,7 @@ def _bias_runs(programs: int, problems: int) -> tuple[int, int]:
     """Return the number of runs for one tile of a bias, and the number of problems of each run.
 
     All programs of a wave end at about the same time, so the time is the number of waves times the
-    problems of a run. Two more problems stand for a program's beginning and end (decision 0096).
+    problems of a run. Two more problems stand for a program's beginning and end (decision 0097).
     """
 
     def time(runs: int) -> int:

@@ -55,10 +55,9 @@ CASES = {
 
 
 def case_of(device, **more):
-    return make_case(
-        **({"B": 3, "M": 70, "N": 75, "H": 2, "bias": (0, 1, 1, 1), "dtype": torch.float16} | more),
-        device=device,
-    )
+    """Makes a call whose bias is no larger than its key, if `more` does not change that."""
+    sizes = {"B": 3, "M": 70, "N": 75, "H": 2, "K": 24, "bias": (0, 1, 1, 1), "dtype": torch.float16}
+    return make_case(**sizes | more, device=device)
 
 
 def run(case, launches):
@@ -119,6 +118,11 @@ def test_turned_bias(device, launches, M):
     assert turned.shape == (1, 2, 37, 64 if M == 64 else 72)
     assert torch.equal(turned[..., :M], case.bias.mT)
     assert not turned[..., M:].any()
+
+
+def test_large_bias_not_turned(device, launches):
+    check_triton(case_of(device, K=23))
+    assert launches == [None]
 
 
 @pytest.mark.parametrize("more", [{}, {"mask": masks.LowerTriangularMask(), "p": 0.4, "seed": 9}], ids=str)
