@@ -4,7 +4,7 @@ import functools
 import sys
 from typing import Any
 
-from lowtide.deferred.recorded.logits import DeferredLogits
+from lowtide.deferred.proxies.logits import DeferredLogits
 
 
 def register() -> None:

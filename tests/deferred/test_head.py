@@ -9,7 +9,7 @@ from torch import nn
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from lowtide.deferred.recorded.logits import DeferredLogits
+from lowtide.deferred.proxies.logits import DeferredLogits
 from tests.deferred.helpers import GPT, D, V, make
 
 

@@ -8,7 +8,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from lowtide.deferred.recorded.logits import DeferredLogits
+from lowtide.deferred.proxies.logits import DeferredLogits
 from tests.deferred.helpers import D, V, differentiated, make, plain_and_deferred
 from tests.ops.chunked_loss.helpers import close
 

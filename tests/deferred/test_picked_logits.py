@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.deferred import chunks
+from lowtide.deferred.recorded import chunks
 
 N, D, V = 24, 32, 50
 PICKS = {

@@ -182,7 +182,7 @@ def test_class_weight_of_other_dtype_refused(weight):
 
 def test_chunks_summed_in_float32(monkeypatch):
     """A half-precision weight's gradient, of as many terms as there are rows."""
-    from lowtide.deferred import chunks
+    from lowtide.deferred.recorded import chunks
 
     monkeypatch.setattr(chunks, "DEFAULT_WORKSPACE", {"cpu": 1})
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from lowtide.deferred.recorded.logits import DeferredLogits
+from lowtide.deferred.proxies.logits import DeferredLogits
 from tests.deferred.helpers import V, differentiated, make, norm, plain_and_deferred
 from tests.ops.chunked_loss.helpers import close
 

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from lowtide.deferred import chunks
-from lowtide.deferred.reductions import log_probs
+from lowtide.deferred.operations.reductions import log_probs
+from lowtide.deferred.recorded import chunks
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred, roundings
 from tests.ops.chunked_loss.helpers import close
 

@@ -11,7 +11,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from lowtide.deferred.recorded.logits import DeferredLogits
+from lowtide.deferred.proxies.logits import DeferredLogits
 from tests.deferred.helpers import V, differentiated, make, norm, plain_and_deferred
 
 

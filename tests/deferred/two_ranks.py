@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
-from lowtide.deferred.recorded.logits import DeferredLogits
+from lowtide.deferred.proxies.logits import DeferredLogits
 from tests.deferred.helpers import GPT, B, T, V
 from tests.ops.chunked_loss.helpers import close, roundings_of
 from tests.support.ranks import RANKS, generator, gradients, mesh_of

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from lowtide.deferred.recorded.logits import DeferredLogits
+from lowtide.deferred.proxies.logits import DeferredLogits
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred
 from tests.ops.chunked_loss.helpers import close
 

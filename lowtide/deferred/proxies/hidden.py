@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from lowtide.core.collectives import is_dtensor
+from lowtide.deferred.proxies.head_call import HeadCall
+from lowtide.deferred.proxies.logits import DeferredLogits
+from lowtide.deferred.proxies.proxy import Proxy, flat, replaced, spelled
 from lowtide.deferred.recorded import expression, sharded
 from lowtide.deferred.recorded.expression import record_shared
-from lowtide.deferred.recorded.head_call import HeadCall
-from lowtide.deferred.recorded.logits import DeferredLogits
-from lowtide.deferred.recorded.proxy import Proxy, flat, replaced, spelled
 from lowtide.ops.linear_cross_entropy.data_sharded import is_data_sharded
 
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)

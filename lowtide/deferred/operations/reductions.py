@@ -18,15 +18,14 @@ from lowtide.core.autodiff import in_shape
 from lowtide.core.checks import HALVES
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
-from lowtide.deferred import chunks
-from lowtide.deferred.elementwise import is_class_dim
-from lowtide.deferred.match_head import LinearHead, match_head
-from lowtide.deferred.recorded import expression
+from lowtide.deferred.operations.elementwise import is_class_dim
+from lowtide.deferred.proxies.counts import FUSED_LOSS
+from lowtide.deferred.proxies.handlers import handles
+from lowtide.deferred.proxies.head_call import running_checkpoint
+from lowtide.deferred.proxies.logits import NO_GRADIENT, DeferredLogits
+from lowtide.deferred.recorded import chunks, expression
 from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
-from lowtide.deferred.recorded.handlers import handles
-from lowtide.deferred.recorded.head_call import running_checkpoint
-from lowtide.deferred.recorded.logits import NO_GRADIENT, DeferredLogits
-from lowtide.deferred.recorded.reporting import FUSED_LOSS
+from lowtide.deferred.recorded.match_head import LinearHead, match_head
 from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy.data_sharded import mean_of_losses
 from lowtide.ops.linear_cross_entropy.definition.head import normalized

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.deferred.proxies.handlers import handles
+from lowtide.deferred.proxies.logits import DeferredLogits
 from lowtide.deferred.recorded import expression
-from lowtide.deferred.recorded.handlers import handles
-from lowtide.deferred.recorded.logits import DeferredLogits
 
 
 @handles(

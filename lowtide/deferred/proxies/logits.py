@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.deferred.recorded import expression, searched
-from lowtide.deferred.recorded.expression import Node
-from lowtide.deferred.recorded.functions import (
+from lowtide.deferred.proxies import searched
+from lowtide.deferred.proxies.autograd_functions import (
     describe_function,
     in_function,
     is_running,
     refusal,
     running_forwards,
 )
-from lowtide.deferred.recorded.handlers import HANDLERS
-from lowtide.deferred.recorded.head_call import HeadCall, Storage, View, running_checkpoint
-from lowtide.deferred.recorded.proxy import Proxy, flat, is_in_place, is_torchs, replaced, spelled
+from lowtide.deferred.proxies.handlers import HANDLERS
+from lowtide.deferred.proxies.head_call import HeadCall, Storage, View, running_checkpoint
+from lowtide.deferred.proxies.proxy import Proxy, flat, is_in_place, is_torchs, replaced, spelled
+from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.expression import Node
 
 # These are read from a meta tensor of the same shape, dtype and strides.
 METADATA = {

@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from lowtide.core import torch_private
-from lowtide.deferred.recorded.functions import describe_function, in_function, running_forwards
-from lowtide.deferred.recorded.reporting import Counts
+from lowtide.deferred.proxies.autograd_functions import describe_function, in_function, running_forwards
+from lowtide.deferred.proxies.counts import Counts
 
 
 class View(NamedTuple):

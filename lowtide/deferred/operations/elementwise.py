@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.deferred.proxies.handlers import handles
+from lowtide.deferred.proxies.logits import DeferredLogits
+from lowtide.deferred.proxies.proxy import replaced
 from lowtide.deferred.recorded import expression
-from lowtide.deferred.recorded.handlers import handles
-from lowtide.deferred.recorded.logits import DeferredLogits
-from lowtide.deferred.recorded.proxy import replaced
 
 
 def apply(name: str, *operands: Any) -> Any:

@@ -1,0 +1,13 @@
+"""Provide the proxies that stand for hidden states and logits in the model's own code.
+
+Modules, in import order (a module imports only from those above it):
+
+* counts: counts of fused losses and materialised logits, in compiled code too; warnings.
+* proxy: the base class of both proxies, which receives torch functions, methods and operators.
+* autograd_functions: the autograd.Functions in whose forward the code runs.
+* head_call: what all logits of one call of the head share.
+* handlers: the functions that run in place of torch's, by name.
+* searched: deferred logits as a dataclass, which torch.distributed searches for tensors.
+* logits: `DeferredLogits`, the proxy for logits.
+* hidden: the proxy for the hidden states, given to the head's own forward.
+"""
