@@ -12,16 +12,16 @@ from torch.nn.modules import module as modules
 from lowtide.core import torch_private
 from lowtide.core.checks import check_workspace
 from lowtide.core.errors import ArgumentError
-from lowtide.deferred import einops_backend, pytree
+from lowtide.deferred import einops_backend, operations, pytree
 from lowtide.deferred.locate_head import check_head, check_model, classes, locate_head
-from lowtide.deferred.operations import elementwise, indexing, reductions
-from lowtide.deferred.proxies.counts import Counts, Watch
+from lowtide.deferred.proxies.counts import Counts
 from lowtide.deferred.proxies.head_call import HeadCall
 from lowtide.deferred.proxies.hidden import DeferredHidden, NotDeferred
 from lowtide.deferred.recorded import chunks
 from lowtide.deferred.recorded.sharded import transformers_forward
+from lowtide.deferred.watch import Watch
 
-__all__ = ["Deferral", "defer_logits", "elementwise", "indexing", "pytree", "reductions"]
+__all__ = ["Deferral", "defer_logits", "operations", "pytree"]
 
 
 class Deferral:

@@ -21,7 +21,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from lowtide.core.errors import ArgumentError
 from lowtide.deferred import defer_logits
-from lowtide.deferred.operations.reductions import log_probs
+from lowtide.deferred.operations.log_probs import log_probs
 from lowtide.integrations.callback import DeferralCallback
 
 IGNORED = -100

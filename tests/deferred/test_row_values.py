@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import lowtide
-from lowtide.deferred.operations.reductions import log_probs
+from lowtide.deferred.operations.log_probs import log_probs
 from lowtide.deferred.recorded import chunks
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred, roundings
 from tests.ops.chunked_loss.helpers import close

@@ -4,5 +4,11 @@ Modules, in import order (a module imports only from those above it):
 
 * elementwise: operations that are recorded number by number.
 * indexing: operations that select, reshape or permute rows and classes.
-* reductions: losses and other functions of the rows, by the fused operators or by chunks.
+* row_values: functions of the rows that no operator has, a chunk of rows at a time.
+* log_probs: log-probabilities, logsumexp and picked logits, by the fused operator.
+* loss: the cross-entropy, by the fused operator or a chunk of rows at a time.
 """
+
+from lowtide.deferred.operations import elementwise, indexing, log_probs, loss, row_values
+
+__all__ = ["elementwise", "indexing", "log_probs", "loss", "row_values"]

@@ -2,10 +2,11 @@
 
 Modules, in import order (a module imports only from those above it):
 
-* counts: counts of fused losses and materialised logits, in compiled code too; warnings.
+* counts: counts of fused losses and of materialised logits, in compiled code too; their warning.
 * proxy: the base class of both proxies, which receives torch functions, methods and operators.
 * autograd_functions: the autograd.Functions in whose forward the code runs.
 * head_call: what all logits of one call of the head share.
+* storage: what logits share that would be views of the same memory.
 * handlers: the functions that run in place of torch's, by name.
 * searched: deferred logits as a dataclass, which torch.distributed searches for tensors.
 * logits: `DeferredLogits`, the proxy for logits.

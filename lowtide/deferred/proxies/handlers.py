@@ -17,7 +17,7 @@ class Handler(NamedTuple):
 
 
 HANDLERS: dict[str, Handler] = {}
-"""Map names of torch functions to handlers; elementwise, indexing and reductions fill it."""
+"""Map names of torch functions to handlers; operations/ fills it."""
 
 
 def handles(

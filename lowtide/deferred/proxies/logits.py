@@ -15,9 +15,10 @@ from lowtide.deferred.proxies.autograd_functions import (
     refusal,
     running_forwards,
 )
-from lowtide.deferred.proxies.handlers import HANDLERS
-from lowtide.deferred.proxies.head_call import HeadCall, Storage, View, running_checkpoint
+from lowtide.deferred.proxies.handlers import HANDLERS, handles
+from lowtide.deferred.proxies.head_call import HeadCall, running_checkpoint
 from lowtide.deferred.proxies.proxy import Proxy, flat, is_in_place, is_torchs, replaced, spelled
+from lowtide.deferred.proxies.storage import Storage, View
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Node
 
@@ -449,3 +450,11 @@ def _check_gradients(deferred: list[DeferredLogits]) -> None:
     here = next(running_forwards(), None)
     if any(each.requires_grad and (here is None or each.head_call.forward is not here) for each in deferred):
         raise RuntimeError(refusal(describe_function(here)[0]))
+
+
+@handles("grad", anywhere=True)
+def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse torch.autograd.grad with respect to deferred logits."""
+    if any(isinstance(each, DeferredLogits) for each in inputs):
+        raise RuntimeError(f"torch.autograd.grad: {NO_GRADIENT}")
+    return NotImplemented

@@ -10,15 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.autodiff import in_shape
 from lowtide.core.kernels.devices import counted_as
 from lowtide.core.row_function import Rowwise, Tensors
 from lowtide.deferred.recorded import expression
-from lowtide.ops.linear_cross_entropy.definition import reference
-from lowtide.ops.linear_cross_entropy.definition.head import Labels, Options
 from lowtide.ops.linear_cross_entropy.operator.higher_order import COPIES
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE, ROOM
@@ -85,37 +82,3 @@ def evaluate(node: expression.Node, workspace: int | None, chunk_sizes: dict[Any
     shape, sizes = expression.hidden(node).shape[:-1], dict(chunk_sizes)
     (logits,) = by_rows(node, shape, 1, lambda z_CV: (z_CV,), workspace=workspace, chunk_sizes=sizes)
     return logits
-
-
-def cross_entropy(
-    node: expression.Node,
-    target: Tensor,  # [...] class indices, or [..., V] class probabilities
-    weight: Tensor | None,  # [V]
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float = 0.0,
-    *,
-    workspace: int | None,
-) -> Tensor:
-    """Return torch's cross_entropy of the logits, in float32 if the logits are half precision."""
-
-    def losses(z_CV: Tensor, target_C: Tensor, *weights: Tensor) -> Tensors:
-        options: dict[str, Any] = {"reduction": "none", "label_smoothing": label_smoothing}
-        wide = torch.promote_types(z_CV.dtype, torch.float32)
-        weight_V = weights[0].to(wide) if weights else None
-        with torch.autocast(z_CV.device.type, enabled=False):
-            return (F.cross_entropy(z_CV.to(wide), target_C, weight_V, ignore_index=ignore_index, **options),)
-
-    others = () if weight is None else (weight,)
-    shape = expression.hidden(node).shape[:-1]
-    (loss,) = by_rows(node, shape, 1, losses, target, others=others, workspace=workspace)
-    return reduced(loss, target, weight, ignore_index, reduction)
-
-
-def reduced(loss: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str) -> Tensor:
-    """Reduce the losses of rows as cross_entropy does."""
-    return reference.reduce(
-        loss.flatten(),
-        Labels(reference.flat_target(target), weight),
-        Options(reduction=reduction, ignore_index=ignore_index),
-    )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
+from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector, is_sharded, with_whole_weights
 from lowtide.deferred.recorded.sharded import detached, takes_vector
 
 # float16 inputs keep most of their digits if they are multiplied by a float in this range.
@@ -59,7 +59,20 @@ class LinearHead(NamedTuple):
         return {"linear_bias": self.bias, "softcap": self.cap, "logit_scale": scale}
 
 
-def match_head(node: Node) -> LinearHead | None:
+def match_head(node: Node) -> tuple[Node, LinearHead | None]:
+    """Return the node and the head that the operators take, or None for the head.
+
+    The operators take a head divided over ranks only if it is a single product. The weights of any
+    other divided head are gathered first.
+    """
+    head = _match(node)
+    if is_sharded(node) and (head is None or len(head.weights) > 1):
+        node = with_whole_weights(node)
+        head = _match(node)
+    return node, head
+
+
+def _match(node: Node) -> LinearHead | None:
     """Return the expression as a head, or None if it has another form."""
     if isinstance(node, Linear):
         inputs, weights = (node.input.value(),), (node.weight.value(),)
@@ -69,7 +82,7 @@ def match_head(node: Node) -> LinearHead | None:
         first, rest = rest[0], [first]
     if not isinstance(first, (Linear, Apply)):
         return None
-    below = match_head(first)
+    below = _match(first)
     head = None if below is None else _applied(below, node.name, rest)
     return head if head is not None and _is_sound(head, node.dtype) else None
 
@@ -93,7 +106,7 @@ def _applied(head: LinearHead, name: str, rest: list[object]) -> LinearHead | No
         case "sub", [Vector(bias_V)]:
             return _shifted(head, -bias_V)
         case "add", [Linear() | Apply() as other]:
-            return _sum(head, match_head(other))
+            return _sum(head, _match(other))
     return None
 
 

@@ -1,0 +1,116 @@
+"""Compute log-probabilities, logsumexp and picked logits of deferred logits by the fused operator.
+
+Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked from each.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.core.autodiff import in_shape
+from lowtide.core.checks import HALVES
+from lowtide.core.collectives import is_dtensor
+from lowtide.deferred.operations.row_values import class_dim, counted, pick, reduced_rows
+from lowtide.deferred.proxies.counts import FUSED_LOSS
+from lowtide.deferred.proxies.handlers import handles
+from lowtide.deferred.proxies.logits import DeferredLogits
+from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
+from lowtide.deferred.recorded.match_head import LinearHead, match_head
+from lowtide.ops.linear_cross_entropy import dispatch, linear_log_probs
+from lowtide.ops.linear_cross_entropy.definition.validation import NO_CLASS
+
+
+@handles("logsumexp")
+def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
+    place = class_dim(input, dim)
+    if place is None:
+        return NotImplemented
+    _, head = match_head(input.checked())
+    if head is None:
+        return counted(input, reduced_rows(input, dim, keepdim, lambda z_CV: z_CV.logsumexp(-1)))
+    target = torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=input.device)
+    found = in_shape(_log_probs(head, target, input.head_call.workspace).logsumexp, input.rows)
+    result = counted(input, found)
+    return result.unsqueeze(place) if keepdim else result
+
+
+@handles("gather")
+def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if not input.classes_last or class_dim(input, dim) is None:
+        return NotImplemented
+    if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.shape[:-1] != input.rows:
+        return NotImplemented
+    node = input.checked()
+    if index.shape[-1] == 1:
+        flat, workspace = index.reshape(expression.hidden(node).shape[:-1]), input.head_call.workspace
+        picked = _picked(node, flat, workspace)
+        if picked is None:
+            picked = _picked_logits(node, flat, workspace)
+        if picked is not None:
+            # A function of log-probabilities (exp) may have saved its result for backward.
+            saved = isinstance(node, Apply) and node.name != "log_softmax"
+            return counted(input, in_shape(picked.clone() if saved else picked, index.shape))
+    (result,) = pick(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
+    return counted(input, result)
+
+
+def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
+    """Return each row's value at class `index` if the node computes on a log-softmax, else None.
+
+    The log-probability is computed for that class only, and the later operations are applied to it.
+    """
+    if isinstance(node, Linear) or any(isinstance(each, Vector) for each in node.operands):
+        return None
+    below, *rest = node.operands
+    if node.name == "log_softmax":
+        _, head = match_head(below)  # type: ignore[arg-type]
+        return None if head is None else _log_probs(head, index, workspace).log_prob
+    if node.name == "softmax" or any(isinstance(each, (Linear, Apply)) for each in rest):
+        return None
+    picked = _picked(below, index, workspace)  # type: ignore[arg-type]
+    return None if picked is None else expression.FUNCTIONS[node.name](picked, *rest)
+
+
+def _picked_logits(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
+    """Return each row's logit of class `index` if the head computes in half precision, else None.
+
+    The logit is float32 and not rounded, like the logsumexp. For a confident token the two are
+    nearly equal: if one of them were rounded, their difference would be mostly rounding error.
+    """
+    _, head = match_head(node)
+    if head is None or head.dtype not in HALVES:
+        return None
+    found = _log_probs(head, index, workspace)
+    return found.log_prob + found.logsumexp
+
+
+def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
+    """Return the results of lowtide.linear_log_probs for logits [..., V] and targets [...].
+
+    The logits are deferred or real. Deferred logits take one pass if the operators support the
+    head; this pass counts as a fused loss.
+    """
+    deferred = isinstance(input, DeferredLogits) and input.classes_last and input.known is None
+    head = match_head(input.checked())[1] if deferred else None
+    if head is not None:
+        flat = target.reshape(head.inputs[0].shape[:-1])
+        results = _log_probs(head, flat, input.head_call.workspace)
+        first = input.head_call.counts.on(results.log_prob, FUSED_LOSS)
+        return dispatch.LogProbs(*(in_shape(each, input.rows) for each in results._replace(log_prob=first)))
+    log_p = input.float().log_softmax(-1)
+    return dispatch.LogProbs(
+        log_p.gather(-1, target[..., None])[..., 0],
+        -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1),
+        input.float().logsumexp(-1),
+        input.argmax(-1),
+    )
+
+
+def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispatch.LogProbs:
+    options = head.options | {"ignore_index": NO_CLASS, "workspace": workspace}
+    with expression.autocast(target.device, head.autocast):
+        if is_dtensor(head.weights[0]):
+            return linear_log_probs(head.inputs[0], head.weights[0], target, **options)
+        return dispatch.log_probs(head.inputs, head.weights, target, **options)
