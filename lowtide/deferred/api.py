@@ -17,7 +17,6 @@ from lowtide.deferred.locate_head import check_head, check_model, classes, locat
 from lowtide.deferred.proxies.counts import Counts
 from lowtide.deferred.proxies.head_call import HeadCall
 from lowtide.deferred.proxies.hidden import DeferredHidden, NotDeferred
-from lowtide.deferred.recorded import chunks
 from lowtide.deferred.recorded.sharded import transformers_forward
 from lowtide.deferred.watch import Watch
 
@@ -107,7 +106,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
             einops_backend.register()
         counts, reason = deferral._counts, _reason_against(self)
         if reason is None:
-            call = HeadCall(counts, deferral._workspace, chunks.evaluate)
+            call = HeadCall(counts, deferral._workspace)
             hidden = DeferredHidden(args[0], classes(self), call, torch.is_grad_enabled())
             try:
                 return hidden.returned(plain.forward(self, hidden, *args[1:], **kwargs))  # type: ignore[attr-defined]

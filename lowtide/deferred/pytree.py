@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from lowtide.core import torch_private
+from lowtide.deferred.proxies.attributes import NO_GRADIENT
 from lowtide.deferred.proxies.autograd_functions import described, in_function, refusal
-from lowtide.deferred.proxies.logits import NO_GRADIENT, DeferredLogits
+from lowtide.deferred.proxies.logits import DeferredLogits
 from lowtide.deferred.proxies.proxy import replaced
 from lowtide.deferred.recorded import expression
 

@@ -1,6 +1,5 @@
 """Define what all logits of one call of the head share."""
 
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -8,19 +7,22 @@ import torch
 import torch.utils.checkpoint
 
 from lowtide.core import torch_private
-from lowtide.deferred.proxies.autograd_functions import describe_function, in_function, running_forwards
+from lowtide.deferred.proxies.autograd_functions import (
+    describe_function,
+    in_function,
+    is_running,
+    running_forwards,
+)
 from lowtide.deferred.proxies.counts import Counts
 
 
 class HeadCall:
     """Hold what all logits of one call of the head share."""
 
-    def __init__(self, counts: Counts, workspace: int | None, by_chunks: Callable[..., Any]) -> None:
+    def __init__(self, counts: Counts, workspace: int | None) -> None:
         self.counts = counts
         self.workspace = workspace
         """Bytes that each fused loss may hold; None for the default."""
-        self.by_chunks = by_chunks
-        """`chunks.evaluate`: it makes real logits by the products that picked values come from."""
         self.chunk_sizes: dict[Any, int] = {}
         """Those that values have been picked from (topk, max, ...), as `chunks.by_rows` says."""
         self.accounted = False
@@ -45,6 +47,25 @@ class HeadCall:
                 if needs_grad:
                     self.function, self.left = function, forward
                     break
+
+    @property
+    def in_other_checkpoint(self) -> bool:
+        """Return True within a checkpoint that the call of the head was not in.
+
+        Its two runs must save the same tensors, and the logits may be materialised between the two.
+        So they are materialised anew there.
+        """
+        checkpoint = running_checkpoint()
+        return checkpoint is not None and checkpoint is not self.checkpoint
+
+    def check_left(self) -> None:
+        """Raise an error if the logits have left a Function, which gave them no gradient."""
+        if self.function is not None and torch.is_grad_enabled() and not is_running(self.left):
+            raise RuntimeError(
+                f"these logits have left {self.function}, without their gradient; compute the loss in "
+                "it, or undo() the deferral (of torch.utils.checkpoint take the other kind, "
+                "use_reentrant=False)"
+            )
 
 
 def running_checkpoint() -> Any:

@@ -1,6 +1,5 @@
 """Define `DeferredLogits`, which stand for logits until an operation needs real ones."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,37 +7,23 @@ import torch
 from torch import Tensor
 
 from lowtide.deferred.proxies import searched
+from lowtide.deferred.proxies.attributes import METADATA, TensorAttributes
 from lowtide.deferred.proxies.autograd_functions import (
     describe_function,
     in_function,
-    is_running,
     refusal,
     running_forwards,
 )
-from lowtide.deferred.proxies.handlers import HANDLERS, handles
-from lowtide.deferred.proxies.head_call import HeadCall, running_checkpoint
-from lowtide.deferred.proxies.proxy import Proxy, flat, is_in_place, is_torchs, replaced, spelled
+from lowtide.deferred.proxies.handlers import HANDLERS
+from lowtide.deferred.proxies.head_call import HeadCall
+from lowtide.deferred.proxies.materialize import materialized
+from lowtide.deferred.proxies.proxy import flat, is_in_place, is_torchs, replaced, spelled
 from lowtide.deferred.proxies.storage import Storage, View
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Node
 
-# These are read from a meta tensor of the same shape, dtype and strides.
-METADATA = {
-    *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "itemsize", "layout"),
-    *("nbytes", "ndim", "ndimension", "nelement", "numel", "size", "storage_offset", "stride"),
-}
 
-
-NO_GRADIENT = (
-    "the loss does not go through these logits, so they have no gradient; undo() the deferral to look at it"
-)
-NO_READER = (
-    "a reader of arrays (torch.as_tensor, torch.tensor, DLPack) would take these logits without their "
-    "gradient; pass logits.materialize(), or logits.detach()"
-)
-
-
-class DeferredLogits(Proxy):
+class DeferredLogits(TensorAttributes):
     """Stand for the tensor that the head would have returned.
 
     They know their shape, dtype and device, and record what is done with them. They reduce to a
@@ -50,8 +35,6 @@ class DeferredLogits(Proxy):
     """
 
     __dataclass_fields__ = searched.Fields()
-
-    __array_priority__ = 1000  # NumPy leaves `number * logits` to this class.
 
     def __init__(self, *recorded: Any, **parts: Any) -> None:
         """Record logits, or join the parts of others, as `dataclasses.replace` does."""
@@ -97,8 +80,8 @@ class DeferredLogits(Proxy):
     def tensor(self) -> Tensor | None:
         """Return the tensor if it has been materialised, alone or as a view of the whole logits."""
         self.storage.notice()
-        if self.made is None and self.storage.tensor is not None and self.path is not None:
-            self.made = functools.reduce(lambda tensor, view: view.of(tensor), self.path, self.storage.tensor)
+        if self.made is None and self.path is not None:
+            self.made = self.storage.view(self.path)
         return self.made
 
     # The parts of a dataclass; see searched.
@@ -114,89 +97,6 @@ class DeferredLogits(Proxy):
     @property
     def whole(self) -> searched.Whole:
         return searched.Whole(self)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.meta.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.meta.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return expression.hidden(self.node).device
-
-    @property
-    def requires_grad(self) -> bool:
-        return expression.requires_grad(self.node) if self.tensor is None else self.tensor.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
-    @property
-    def _leaf(self) -> Tensor | None:
-        """Return the tensor of detached logits that have been made to require a gradient."""
-        is_leaf = self.tensor is not None and self.tensor.requires_grad and self.tensor.is_leaf
-        return self.tensor if is_leaf else None
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def data(self) -> Any:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: Any) -> None:
-        raise RuntimeError("the data of deferred logits cannot be exchanged; take logits.materialize() first")
-
-    @property
-    def grad(self) -> Any:
-        if self._leaf is None:
-            raise RuntimeError(f"grad: {NO_GRADIENT}")
-        return self._leaf.grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if self._leaf is None:
-            raise RuntimeError(f"grad: {NO_GRADIENT}")
-        self._leaf.grad = value
-
-    # The hooks of tensor parallelism read these from a DTensor; deferred logits have the classes of
-    # all ranks.
-
-    @property
-    def device_mesh(self) -> Any:
-        return self._of_dtensor("device_mesh", self.head_call.mesh)
-
-    @property
-    def placements(self) -> Any:
-        return self._of_dtensor("placements", self.head_call.placements)
-
-    def redistribute(self, device_mesh: Any = None, placements: Any = None, **_: Any) -> "DeferredLogits":
-        self._of_dtensor("redistribute", None)
-        self.head_call.placements = tuple(placements)
-        return self
-
-    def full_tensor(self, **_: Any) -> "DeferredLogits":
-        return self._of_dtensor("full_tensor", self)  # type: ignore[no-any-return]
-
-    def to_local(self, **_: Any) -> "DeferredLogits":
-        if not all(each.is_replicate() for each in self.placements):
-            raise RuntimeError(
-                "to_local() of deferred logits whose classes are divided over ranks: a loss of one rank's "
-                "classes is not computed without them. Give the head the output layout Replicate(), or keep "
-                "its DTensor (use_local_output=False); else undo() the deferral"
-            )
-        return self
-
-    def _of_dtensor(self, name: str, value: Any) -> Any:
-        if self.head_call.mesh is None:
-            raise AttributeError(f"{name!r}: not an attribute of a tensor")
-        return value
 
     @property
     def classes(self) -> int:
@@ -237,144 +137,36 @@ class DeferredLogits(Proxy):
         result.one_of_several = self.one_of_several and view[:1] != ("detach",)
         return result
 
-    def check_function(self) -> None:
-        """Raise an error if the logits have left a Function, which gave them no gradient."""
-        call = self.head_call
-        if call.function is not None and torch.is_grad_enabled() and not is_running(call.left):
-            raise RuntimeError(
-                f"these logits have left {call.function}, without their gradient; compute the loss in "
-                "it, or undo() the deferral (of torch.utils.checkpoint take the other kind, "
-                "use_reentrant=False)"
-            )
-
     def checked(self) -> Node:
         """Return the node; raise an error if its tensors have changed since it was recorded."""
-        self.check_function()
-        before = self.storage.before
-        changed = self.storage.changed or (None if before is None else before.changed)
-        if changed is not None:
-            raise RuntimeError(
-                f"the logits were changed in place ({changed}), and views of them are used after it; use "
-                "what the operation returned, its form that is not in place, or undo() the deferral"
-            )
+        self.head_call.check_left()
+        self.storage.check()
         expression.check(self.node)
         return self.node
 
     def real(self, operation: str) -> Tensor:
         """Return the tensor, materialised if need be; `operation` names what needs it."""
-        self.check_function()
+        self.head_call.check_left()
         known = self.known
         if known is not None:
             return known
-        # Let the hidden states, which are small, carry the count: a compiled graph copies the
-        # tensor that carries it.
-        counted = functools.partial(self.head_call.counts.on, event=operation)
-        node = self.checked()
-        # Turn gradients on: a view made without them could not be changed in place where they are
-        # on, and the count would cut hidden states off. Where they were off, the tree has a detach
-        # of its own.
-        with torch.inference_mode(False), torch.enable_grad():
-            node = expression.with_first_input(node, counted)
-            tensor = self._evaluate(node).reshape(*self.rows, self.classes)
-            tensor = _laid_like(self.meta, tensor.movedim(-1, self.class_dim))
-        if not self.in_other_checkpoint:
+        tensor = materialized(self.checked(), self.meta, self.head_call, self.class_dim, operation)
+        if not self.head_call.in_other_checkpoint:
             self.made, self.version = tensor, expression.version(tensor)
-            self.storage.made += 1
+            self.storage.times_made += 1
         return tensor
-
-    def _evaluate(self, node: Node) -> Tensor:
-        """Return the logits by one product, or by chunks if values have been picked from chunks.
-
-        A row's last digits depend on the number of rows in its product, and picked values have to
-        be found among the logits. In another checkpoint logits are always made by chunks: values
-        may be picked between its two runs, which must save the same tensors.
-        """
-        call = self.head_call
-        if call.chunk_sizes or self.in_other_checkpoint:
-            workspace = call.workspace if call.chunk_sizes else None
-            return call.by_chunks(node, workspace, call.chunk_sizes)  # type: ignore[no-any-return]
-        return expression.evaluate(node)
 
     @property
     def known(self) -> Tensor | None:
         """Return the tensor if it has been materialised, but None in another checkpoint."""
-        recomputes = self.tensor is not None and self.storage.changed is None and self.in_other_checkpoint
-        return None if recomputes else self.tensor
-
-    @property
-    def in_other_checkpoint(self) -> bool:
-        """Return True within a checkpoint that the call of the head was not in.
-
-        Its two runs must save the same tensors, and the logits may be materialised between the two.
-        So they are materialised anew there.
-        """
-        checkpoint = running_checkpoint()
-        return checkpoint is not None and checkpoint is not self.head_call.checkpoint
+        tensor = self.tensor
+        if tensor is not None and self.storage.changed is None and self.head_call.in_other_checkpoint:
+            return None
+        return tensor
 
     def materialize(self) -> Tensor:
         """Return the tensor, for code that accepts only a tensor."""
         return self.real("materialize")
-
-    def real_to_change(self, operation: str) -> Tensor:
-        """Return the tensor, materialised if need be, and record its change in place.
-
-        If code can still use other logits that change with these, the whole logits are
-        materialised, and all become views of them.
-
-        Raises:
-            RuntimeError: torch refuses the change, or other logits that should change with these
-                have been materialised already.
-        """
-        if self.in_other_checkpoint:
-            raise RuntimeError(
-                f"{operation} would change, in a checkpoint, logits that were made outside of it; use its "
-                "form that is not in place, or call the head in the checkpoint"
-            )
-        if self.one_of_several:
-            raise RuntimeError(
-                f"{operation} would change one of several views that were made by one call (split, chunk, "
-                "unbind), which torch refuses; use its form that is not in place"
-            )
-        storage, whole = self.storage, self._made_whole
-        if storage.changed is None and storage.made > (whole is not None or self.made is not None):
-            raise RuntimeError(
-                f"{operation} would change logits of which other forms have been made already; use its form "
-                "that is not in place, or undo() the deferral"
-            )
-        alone = not storage.traced and storage.living is not None and len(storage.living) == 1
-        if storage.changed is None and self.made is None and self.path and not alone:
-            if whole is None:
-                with torch.enable_grad():  # without a detach that the whole logits have not
-                    whole = DeferredLogits(*storage.whole, storage).real(operation)
-            storage.tensor = whole
-        tensor = self.real(operation)
-        if self.path == ():
-            storage.tensor = tensor
-        storage.changed = operation
-        if storage.before is not None:
-            storage.before.changed = operation
-        return tensor
-
-    @property
-    def _made_whole(self) -> Tensor | None:
-        """Return the whole logits if they have been materialised and code can still use them."""
-        others = () if self.storage.living is None else self.storage.living.values()
-        wholes = (each.made for each in (self, *others) if each.path == ())
-        return next((each for each in wholes if each is not None), None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in METADATA and self.tensor is None:
-            return getattr(self.meta, name)
-        if name in ("retain_grad", "register_hook") and self._leaf is None:
-            raise RuntimeError(f"{name}: {NO_GRADIENT}")
-        return super().__getattr__(name)
-
-    def attribute(self, name: str) -> Any:
-        if not hasattr(Tensor, name):
-            raise AttributeError(f"{name!r}: not an attribute of a tensor")
-        if name == "mT" or (name == "T" and self.dim() == 2):
-            return self.transpose(-1, -2)
-        return getattr(self.real("Tensor.T" if name == "T" else spelled(name)), name)
 
     @classmethod
     def call(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -403,41 +195,12 @@ class DeferredLogits(Proxy):
         changes = is_in_place(name) or kwargs.get("inplace") is True
         target = kwargs.get("out", args[0] if args and changes else None)
         if isinstance(target, DeferredLogits):
-            target.real_to_change(operation)
+            target.storage.real_to_change(target, operation)
         args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
         return function(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={list(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.real("a copy or a pickle").__reduce_ex__(protocol)
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.real("numpy").__array__(dtype)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._read_by_dlpack().__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self._read_by_dlpack().__dlpack_device__()
-
-    def _read_by_dlpack(self) -> Tensor:
-        if self.requires_grad:
-            raise RuntimeError(NO_READER)
-        return self.real("DLPack")
-
-    def __deepcopy__(self, memo: Any) -> "DeferredLogits":
-        return self.detach().clone()  # type: ignore[no-any-return]
-
-
-def _laid_like(meta: Tensor, tensor: Tensor) -> Tensor:
-    """Return the tensor in the strides of `meta`; they decide whether a reshape is a view."""
-    strides = zip(meta.shape, meta.stride(), tensor.stride())
-    if all(wanted == found for size, wanted, found in strides if size > 1):
-        return tensor
-    laid = torch.empty_strided(meta.shape, meta.stride(), dtype=tensor.dtype, device=tensor.device)
-    return laid.copy_(tensor)
 
 
 def _check_gradients(deferred: list[DeferredLogits]) -> None:
@@ -450,11 +213,3 @@ def _check_gradients(deferred: list[DeferredLogits]) -> None:
     here = next(running_forwards(), None)
     if any(each.requires_grad and (here is None or each.head_call.forward is not here) for each in deferred):
         raise RuntimeError(refusal(describe_function(here)[0]))
-
-
-@handles("grad", anywhere=True)
-def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse torch.autograd.grad with respect to deferred logits."""
-    if any(isinstance(each, DeferredLogits) for each in inputs):
-        raise RuntimeError(f"torch.autograd.grad: {NO_GRADIENT}")
-    return NotImplemented

@@ -1,5 +1,10 @@
-"""Define what logits share that would be views of the same memory as real tensors."""
+"""Define what logits share that would be views of the same memory as real tensors.
 
+A change in place of one of them would change the others. If code can still use others, the whole
+logits are materialised before the change, and all become views of them.
+"""
+
+import functools
 import weakref
 from typing import Any, NamedTuple
 
@@ -7,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtide.deferred.proxies.head_call import HeadCall
+from lowtide.deferred.proxies.materialize import materialized
 
 
 class View(NamedTuple):
@@ -27,9 +33,9 @@ class Storage:
     """Hold what all logits share that would be views of the same memory as real tensors."""
 
     def __init__(self, node: Any, meta: Tensor, head_call: HeadCall, class_dim: int) -> None:
-        self.whole = (node, meta, head_call, class_dim)
+        self.definition = (node, meta, head_call, class_dim)
         """Defines the whole logits, which the others are views of."""
-        self.made = 0
+        self.times_made = 0
         """Counts those of these logits that have been materialised, each by itself."""
         self.changed: str | None = None
         """The operation that changed materialised logits in place, if any."""
@@ -52,10 +58,66 @@ class Storage:
 
     def notice(self) -> None:
         """Record a change that real logits took as a tensor, without a call of these logits."""
-        if self.changed is not None or self.made == 0 or torch.compiler.is_compiling():
+        if self.changed is not None or self.times_made == 0 or torch.compiler.is_compiling():
             return
         for each in () if self.living is None else list(self.living.values()):
             if each.version is not None and each.version != each.made._version:
                 self.changed = "a method of the real logits, or of a view of them"
                 if each.path == ():
                     self.tensor = each.made
+
+    def view(self, path: tuple[View, ...]) -> Tensor | None:
+        """Return the view of the whole logits that a path leads to, once one has been changed."""
+        if self.tensor is None:
+            return None
+        return functools.reduce(lambda tensor, view: view.of(tensor), path, self.tensor)
+
+    def check(self) -> None:
+        """Raise an error if logits were changed in place, for others that have not followed."""
+        changed = self.changed or (None if self.before is None else self.before.changed)
+        if changed is not None:
+            raise RuntimeError(
+                f"the logits were changed in place ({changed}), and views of them are used after it; use "
+                "what the operation returned, its form that is not in place, or undo() the deferral"
+            )
+
+    def real_to_change(self, logits: Any, operation: str) -> Tensor:
+        """Return the tensor of these logits, materialised if need be, and record its change.
+
+        Raises:
+            RuntimeError: torch refuses the change, or other logits that should change with these
+                have been materialised already.
+        """
+        if logits.head_call.in_other_checkpoint:
+            raise RuntimeError(
+                f"{operation} would change, in a checkpoint, logits that were made outside of it; use its "
+                "form that is not in place, or call the head in the checkpoint"
+            )
+        if logits.one_of_several:
+            raise RuntimeError(
+                f"{operation} would change one of several views that were made by one call (split, chunk, "
+                "unbind), which torch refuses; use its form that is not in place"
+            )
+        if self.changed is None:
+            self._make_whole(logits, operation)
+        tensor: Tensor = logits.real(operation)
+        if logits.path == ():
+            self.tensor = tensor
+        for storage in (self, self.before):
+            if storage is not None:
+                storage.changed = operation
+        return tensor
+
+    def _make_whole(self, logits: Any, operation: str) -> None:
+        """Materialise the whole logits if code can still use others that change with these."""
+        others = [] if self.living is None else list(self.living.values())
+        wholes = (each.made for each in (logits, *others) if each.path == ())
+        whole = next((each for each in wholes if each is not None), None)
+        if self.times_made > (whole is not None or logits.made is not None):
+            raise RuntimeError(
+                f"{operation} would change logits of which other forms have been made already; use its form "
+                "that is not in place, or undo() the deferral"
+            )
+        alone = not self.traced and self.living is not None and len(others) == 1
+        if logits.made is None and logits.path and not alone:
+            self.tensor = materialized(*self.definition, operation) if whole is None else whole
