@@ -11,7 +11,7 @@ from torch import Tensor
 from lowtide.core.autodiff import in_shape
 from lowtide.core.checks import HALVES
 from lowtide.core.collectives import is_dtensor
-from lowtide.deferred.operations.row_values import class_dim, counted, pick, reduced_rows
+from lowtide.deferred.operations.row_values import by_rows, class_dim, counted
 from lowtide.deferred.proxies.counts import FUSED_LOSS
 from lowtide.deferred.proxies.handlers import handles
 from lowtide.deferred.proxies.logits import DeferredLogits
@@ -29,10 +29,11 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
         return NotImplemented
     _, head = match_head(input.checked())
     if head is None:
-        return counted(input, reduced_rows(input, dim, keepdim, lambda z_CV: z_CV.logsumexp(-1)))
-    target = torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=input.device)
-    found = in_shape(_log_probs(head, target, input.head_call.workspace).logsumexp, input.rows)
-    result = counted(input, found)
+        (result,) = by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),))
+    else:
+        target = torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=input.device)
+        result = in_shape(_log_probs(head, target, input.head_call.workspace).logsumexp, input.rows)
+    result = counted(input, result)
     return result.unsqueeze(place) if keepdim else result
 
 
@@ -52,7 +53,7 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
             # A function of log-probabilities (exp) may have saved its result for backward.
             saved = isinstance(node, Apply) and node.name != "log_softmax"
             return counted(input, in_shape(picked.clone() if saved else picked, index.shape))
-    (result,) = pick(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index)
+    (result,) = by_rows(input, 1, lambda z_CV, index_CK: (z_CV.gather(-1, index_CK),), index, picks=True)
     return counted(input, result)
 
 
@@ -63,13 +64,13 @@ def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
     """
     if isinstance(node, Linear) or any(isinstance(each, Vector) for each in node.operands):
         return None
-    below, *rest = node.operands
+    below, rest = node.first, node.operands[1:]
     if node.name == "log_softmax":
-        _, head = match_head(below)  # type: ignore[arg-type]
+        _, head = match_head(below)
         return None if head is None else _log_probs(head, index, workspace).log_prob
     if node.name == "softmax" or any(isinstance(each, (Linear, Apply)) for each in rest):
         return None
-    picked = _picked(below, index, workspace)  # type: ignore[arg-type]
+    picked = _picked(below, index, workspace)
     return None if picked is None else expression.FUNCTIONS[node.name](picked, *rest)
 
 

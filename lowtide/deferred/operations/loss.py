@@ -43,81 +43,103 @@ def loss(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Compute cross_entropy of logits, or nll_loss of their log-softmax, which is the same loss."""
-    if size_average is not None or reduce is not None:
-        return NotImplemented
     node = input.checked() if name == "cross_entropy" else _below_log_softmax(input.checked())
-    if node is None:
+    is_old = size_average is not None or reduce is not None
+    if is_old or node is None or not _supports(input, target, weight, ignore_index):
         return NotImplemented
-    options = {"reduction": reduction, "label_smoothing": label_smoothing}
-    return _loss(input, node, target, weight, ignore_index, options)
+    rows = expression.hidden(node).shape[:-1]
+    if target.is_floating_point():
+        target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
+    else:
+        target = target.reshape(rows)
+    options = {
+        "weight": weight,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+    }
+    mesh = expression.data_mesh(node)
+    node, head = match_head(node)
+    if mesh is None or (head is not None and is_dtensor(head.weights[0])):
+        result = _loss(input, node, head, target, options)
+    else:
+        result = _loss_of_ranks(input, node, head, target, options, mesh)
+    if result is NotImplemented:
+        return result
+    result = input.head_call.counts.on(result, FUSED_LOSS)
+    return in_shape(result, input.rows) if reduction == "none" else result
+
+
+def _supports(input: DeferredLogits, target: Any, weight: Tensor | None, ignore_index: int) -> bool:
+    """Return False for arguments that torch refuses, or that are rare: these need real logits."""
+    if input.class_dim != min(input.dim() - 1, 1) or not isinstance(target, Tensor):
+        return False
+    if target.is_floating_point():
+        return target.shape == input.shape and ignore_index < 0
+    if target.dtype not in (torch.int64, torch.uint8) or target.shape != input.rows:
+        return False
+    # CUDA's autocast casts both the logits and the weight.
+    casts = input.is_cuda and torch.is_autocast_enabled("cuda")
+    return weight is None or weight.dtype == input.dtype or casts
+
+
+def _loss_of_ranks(
+    input: DeferredLogits,
+    node: Node,
+    head: LinearHead | None,
+    target: Tensor,
+    options: dict[str, Any],
+    mesh: Any,
+) -> Any:
+    """Return the loss over all ranks, by the whole weights of a head of `lowtide.shard_head`.
+
+    Where the operator takes the divided head, it returns such a loss itself.
+    """
+    reduction = options["reduction"]
+    if reduction == "none":
+        return _loss(input, node, head, target, options, mesh)
+    loss = _loss(input, node, head, target, options | {"reduction": "sum"}, mesh)
+    if loss is NotImplemented and reduction == "mean":
+        raise ArgumentError(
+            "the mean of these logits of a head of lowtide.shard_head would be that of this rank's "
+            "tokens; take reduction='sum' and divide by lowtide.tokens_per_rank(target)"
+        )
+    if loss is NotImplemented:
+        return loss
+    if reduction == "mean":
+        loss = normalized(loss, _tokens_per_rank(mesh, target, options["weight"], options["ignore_index"]))
+    return mean_of_losses(loss, mesh)
 
 
 def _loss(
     input: DeferredLogits,
     node: Node,
-    target: Any,
-    weight: Tensor | None,
-    ignore_index: int,
+    head: LinearHead | None,
+    target: Tensor,
     options: dict[str, Any],
+    mesh: Any = None,
 ) -> Any:
     """Return the loss by the operator or by chunks; NotImplemented if real logits are needed."""
-    if input.class_dim != min(input.dim() - 1, 1) or not isinstance(target, Tensor):
-        return NotImplemented
-    probabilities = target.is_floating_point()
-    if not probabilities and target.dtype not in (torch.int64, torch.uint8):
-        return NotImplemented  # torch raises its own error.
-    if target.shape != (input.shape if probabilities else input.rows):
-        return NotImplemented
-    if probabilities and ignore_index >= 0:
-        return NotImplemented
-    mixed = weight is not None and not probabilities and weight.dtype != input.dtype
-    # CUDA's autocast casts both the logits and the weight.
-    if mixed and not (input.is_cuda and torch.is_autocast_enabled("cuda")):
-        return NotImplemented
-    rows = expression.hidden(node).shape[:-1]
-    if probabilities:
-        target = target.movedim(input.class_dim, -1).reshape(*rows, input.classes)
-    else:
-        target = target.reshape(rows)
-    mesh, reduction = expression.data_mesh(node), options["reduction"]
-    node, head = match_head(node)
-    if head is not None and is_dtensor(head.weights[0]):
-        mesh = None  # The operator returns the loss over all ranks.
-    if mesh is not None and reduction == "mean":
-        options = options | {"reduction": "sum"}
-    options = options | {"workspace": input.head_call.workspace}
-    differentiates_weight = weight is not None and weight.requires_grad and torch.is_grad_enabled()
-    if head is not None:
-        options |= head.options | {"ignore_index": None if probabilities else ignore_index}
-        with expression.autocast(target.device, head.autocast):
-            if is_dtensor(head.weights[0]):
-                loss = linear_cross_entropy(head.inputs[0], head.weights[0], target, weight=weight, **options)
-            else:
-                loss = _undivided(input, head, target, weight, ignore_index, options)
-    elif differentiates_weight or torch.compiler.is_compiling():  # by_rows supports neither.
-        if mesh is not None and reduction == "mean":
-            raise ArgumentError(
-                "the mean of these logits of a head of lowtide.shard_head would be that of this rank's "
-                "tokens; take reduction='sum' and divide by lowtide.tokens_per_rank(target)"
-            )
-        return NotImplemented
-    else:
+    weight, workspace = options["weight"], input.head_call.workspace
+    if head is None:
+        differentiates_weight = weight is not None and weight.requires_grad and torch.is_grad_enabled()
+        if differentiates_weight or torch.compiler.is_compiling():  # by_rows supports neither.
+            return NotImplemented
         with _raising_together(mesh, target):
-            loss = _by_chunks(node, target, weight, ignore_index, **options)
-    if mesh is not None and reduction != "none":
-        if reduction == "mean":
-            loss = normalized(loss, _tokens_per_rank(mesh, target, weight, ignore_index))
-        loss = mean_of_losses(loss, mesh)
-    loss = input.head_call.counts.on(loss, FUSED_LOSS)
-    return in_shape(loss, input.rows) if options["reduction"] == "none" else loss
+            return _by_chunks(node, target, **options, workspace=workspace)
+    options = options | head.options | {"workspace": workspace}
+    if target.is_floating_point():
+        options["ignore_index"] = None
+    with expression.autocast(target.device, head.autocast):
+        if is_dtensor(head.weights[0]):
+            return linear_cross_entropy(head.inputs[0], head.weights[0], target, **options)
+        return _undivided(input, head, target, options)
 
 
 def _undivided(
     input: DeferredLogits,
     head: LinearHead,
     target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
     options: dict[str, Any],
 ) -> Tensor:
     """Return the loss of a head that is not divided over ranks.
@@ -128,7 +150,7 @@ def _undivided(
     row and takes one more product.
     """
     counts, reduction = input.head_call.counts, options["reduction"]
-    call = functools.partial(dispatch.cross_entropy, head.inputs, head.weights, target, weight=weight)
+    call = functools.partial(dispatch.cross_entropy, head.inputs, head.weights, target)
     features = sum(each.shape[-1] for each in head.weights if each.requires_grad)
     # The two runs of a checkpoint have to choose alike.
     chooses = not torch.compiler.is_compiling() and running_checkpoint() is None
@@ -136,7 +158,7 @@ def _undivided(
         return call(**options)
     if counts.holds_gradient and input.rows.numel() < features:
         loss = call(**options | {"reduction": "none"})
-        return _reduced(loss, target, weight, ignore_index, reduction)
+        return _reduced(loss, target, options["weight"], options["ignore_index"], reduction)
     loss = call(**options)
     counts.hold(loss)
     return loss
@@ -148,8 +170,7 @@ def _by_chunks(
     weight: Tensor | None,  # [V]
     ignore_index: int,
     reduction: str,
-    label_smoothing: float = 0.0,
-    *,
+    label_smoothing: float,
     workspace: int | None,
 ) -> Tensor:
     """Return torch's cross_entropy of the logits, in float32 if the logits are half precision."""
@@ -196,10 +217,9 @@ def _below_log_softmax(node: Node) -> Node | None:
     """Return the operand of a log-softmax, even if the result was cast or detached; else None."""
     if isinstance(node, Linear):
         return None
-    operand: Node = node.operands[0]  # type: ignore[assignment]
     if node.name == "log_softmax":
-        return operand
+        return node.first
     if node.name == "to" and node.dtype != torch.float64:
-        return _below_log_softmax(operand)
-    below = _below_log_softmax(operand) if node.name == "detach" else None
+        return _below_log_softmax(node.first)
+    below = _below_log_softmax(node.first) if node.name == "detach" else None
     return None if below is None else Apply("detach", (below,), None, below.dtype)

@@ -3,12 +3,12 @@
 Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked from each.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowtide.core.row_function import Tensors
 from lowtide.deferred.operations.elementwise import is_class_dim
 from lowtide.deferred.proxies.counts import FUSED_LOSS
 from lowtide.deferred.proxies.handlers import handles
@@ -21,47 +21,45 @@ def reduce(
     name: str, input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     options = {} if dtype is None else {"dtype": dtype}
-    return counted(input, reduced_rows(input, dim, keepdim, lambda z_CV: getattr(z_CV, name)(-1, **options)))
+    results = _of_classes(input, dim, keepdim, 1, lambda z_CV: (getattr(z_CV, name)(-1, **options),))
+    return NotImplemented if results is None else counted(input, results[0])
 
 
 @handles("amax")
 def amax(input: DeferredLogits, dim: Any = (), keepdim: bool = False) -> Any:
-    place = class_dim(input, dim)
-    if place is None:
-        return NotImplemented
-    (result,) = pick(input, 1, lambda z_CV: (z_CV.amax(-1),))
-    return result.unsqueeze(place) if keepdim else result
+    results = _of_classes(input, dim, keepdim, 1, lambda z_CV: (z_CV.amax(-1),), picks=True)
+    return NotImplemented if results is None else results[0]
 
 
 @handles("max")
 def max_(input: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    place = class_dim(input, dim)
-    if place is None:
-        return NotImplemented
-    results = pick(input, 2, lambda z_CV: tuple(z_CV.max(-1)))
-    return torch.return_types.max(each.unsqueeze(place) if keepdim else each for each in results)
+    results = _of_classes(input, dim, keepdim, 2, lambda z_CV: tuple(z_CV.max(-1)), picks=True)
+    return NotImplemented if results is None else torch.return_types.max(results)
 
 
 @handles("topk")
 def topk(input: DeferredLogits, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if not input.classes_last or class_dim(input, dim) is None:
         return NotImplemented
-    return torch.return_types.topk(pick(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted))))
+    results = by_rows(input, 2, lambda z_CV: tuple(z_CV.topk(k, -1, largest, sorted)), picks=True)
+    return torch.return_types.topk(results)
 
 
-def reduced_rows(input: DeferredLogits, dim: Any, keepdim: bool, function: Callable[[Tensor], Tensor]) -> Any:
+def _of_classes(
+    input: DeferredLogits,
+    dim: Any,
+    keepdim: bool,
+    results: int,
+    function: chunks.RowFunction,
+    *,
+    picks: bool = False,
+) -> Tensors | None:
+    """Return functions of each row's classes; None if `dim` does not name the classes alone."""
     place = class_dim(input, dim)
     if place is None:
-        return NotImplemented
-    (result,) = by_rows(input, 1, lambda z_CV: (function(z_CV),))
-    return result.unsqueeze(place) if keepdim else result
-
-
-def counted(input: DeferredLogits, result: Any) -> Any:
-    """Count a result of the rows that a loss can be made of, as a loss without logits."""
-    if not isinstance(result, Tensor) or not result.requires_grad:
-        return result
-    return input.head_call.counts.on(result, FUSED_LOSS)
+        return None
+    found = by_rows(input, results, function, picks=picks)
+    return tuple(each.unsqueeze(place) for each in found) if keepdim else found
 
 
 def class_dim(input: DeferredLogits, dim: Any) -> int | None:
@@ -76,15 +74,19 @@ def by_rows(
     results: int,
     function: chunks.RowFunction,
     *row_tensors: Tensor,
-    chunk_sizes: dict[Any, int] | None = None,
-) -> tuple[Tensor, ...]:
-    options: dict[str, Any] = {"workspace": input.head_call.workspace, "chunk_sizes": chunk_sizes}
-    return chunks.by_rows(input.checked(), input.rows, results, function, *row_tensors, **options)
+    picks: bool = False,
+) -> Tensors:
+    """Return results of the rows, as `chunks.by_rows` does.
+
+    With `picks` they are logits themselves, and logits that are made real later have their bits.
+    """
+    call = input.head_call
+    options: dict[str, Any] = {"workspace": call.workspace, "as_logits": picks}
+    found = chunks.by_rows(input.checked(), input.rows, results, function, *row_tensors, **options)
+    call.picked |= picks
+    return found
 
 
-def pick(
-    input: DeferredLogits, results: int, function: chunks.RowFunction, *row_tensors: Tensor
-) -> tuple[Tensor, ...]:
-    """Return values that are logits themselves; logits made real later will have the same bits."""
-    sizes = input.head_call.chunk_sizes
-    return by_rows(input, results, function, *row_tensors, chunk_sizes=sizes)
+def counted(input: DeferredLogits, result: Tensor) -> Tensor:
+    """Count a result of the rows that a loss can be made of, as a loss without logits."""
+    return input.head_call.counts.on(result, FUSED_LOSS) if result.requires_grad else result

@@ -23,8 +23,8 @@ class HeadCall:
         self.counts = counts
         self.workspace = workspace
         """Bytes that each fused loss may hold; None for the default."""
-        self.chunk_sizes: dict[Any, int] = {}
-        """Those that values have been picked from (topk, max, ...), as `chunks.by_rows` says."""
+        self.picked = False
+        """True once values of the logits have been picked from chunks (topk, max, ...)."""
         self.accounted = False
         """True once logits have been deferred, or counted as real."""
         self.mesh: Any = None

@@ -34,9 +34,8 @@ def _evaluated(node: Node, head_call: HeadCall) -> Tensor:
     found among the logits. In another checkpoint logits are always made by chunks: values may be
     picked between its two runs, which must save the same tensors.
     """
-    sizes = head_call.chunk_sizes
-    if sizes or head_call.in_other_checkpoint:
-        return chunks.evaluate(node, head_call.workspace if sizes else None, sizes)
+    if head_call.picked or head_call.in_other_checkpoint:
+        return chunks.evaluate(node, head_call.workspace if head_call.picked else None)
     return expression.evaluate(node)
 
 

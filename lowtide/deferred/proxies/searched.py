@@ -8,7 +8,6 @@ backward to the tensors that they find, and may cast these. Other code that sear
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -72,7 +71,7 @@ def leaves(logits: Any) -> list[Any]:
 
 def operands(logits: Any) -> list[Tensor]:
     """Return what `leaves` does not lead to: all tensors but the first hidden states."""
-    _, *others = _tensors(logits.node)
+    _, *others = expression.tensors(logits.node)
     return [] if logits.tensor is not None else [_operand(each) for each in others]
 
 
@@ -82,18 +81,6 @@ def _operand(tensor: Tensor) -> Tensor:
     operand = tensor.as_subclass(SearchedTensor)
     operand.tensor = tensor
     return operand
-
-
-def _tensors(node: expression.Node) -> Iterator[Tensor]:
-    if isinstance(node, expression.Linear):
-        found = node.input.tensor, node.weight.tensor, node.bias
-        yield from (each for each in found if each is not None)
-        return
-    for each in node.operands:
-        if isinstance(each, (expression.Linear, expression.Apply)):
-            yield from _tensors(each)
-        elif isinstance(each, (expression.Vector, Tensor)):
-            yield each.tensor if isinstance(each, expression.Vector) else each
 
 
 def join(leaves: list[Any], whole: Any) -> Any:

@@ -7,7 +7,6 @@ Shapes: [...] are the rows, N of them; V classes; C rows of a chunk, K numbers p
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ def by_rows(
     *row_tensors: Tensor,
     others: Tensors = (),
     workspace: int | None,
-    chunk_sizes: dict[Any, int] | None = None,
+    as_logits: bool = False,
 ) -> Tensors:
     """Return the results [...] of a function of the rows, computed chunk by chunk.
 
@@ -40,8 +39,9 @@ def by_rows(
     `parts` are the chunk's rows of row_tensors. The results are differentiable, and nothing of a
     chunk is kept. A half-precision parameter's gradient is summed over the chunks in float32.
 
-    A chunk has as many rows as fit into `workspace` bytes; None takes the default. `chunk_sizes`
-    remembers this for calls of equal sizes, which then have products of equal shapes.
+    A chunk has as many rows as fit into `workspace` bytes; None takes the default, which depends on
+    the dtype. With `as_logits` it is that of the first product's dtype: then a cast changes no
+    chunk, and all logits come from products of equal shapes.
     """
     node = expression.with_whole_weights(node)
     inputs: list[Tensor] = []
@@ -49,7 +49,8 @@ def by_rows(
     scalars: list[Tensor] = []
     collect = (lambda tensor, into=into: into.append(tensor) or tensor for into in (inputs, classes, scalars))
     expression.with_tensors(node, *collect)
-    N, V = shape.numel(), next(expression.linears(node)).weight.tensor.shape[0]
+    product = next(expression.linears(node))
+    N, V = shape.numel(), product.weight.tensor.shape[0]
     rows = [each.reshape(N, each.shape[-1]) for each in inputs]
     rows += [each.reshape((N, *each.shape[len(shape) :])) for each in row_tensors]
 
@@ -67,18 +68,17 @@ def by_rows(
     device = counted_as(rows[0].device.type)
     # Take no more than real logits would in forward and backward, but at least ROOM: chunks need
     # enough rows.
-    default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * node.dtype.itemsize))
+    dtype = product.dtype if as_logits else node.dtype
+    default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * dtype.itemsize))
     chunk_size = max(1, (default if workspace is None else workspace) // row_bytes)
-    if chunk_sizes is not None:  # The default depends on the dtype, which a cast changes.
-        chunk_size = chunk_sizes.setdefault((N, row_bytes), chunk_size)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
         outputs = Rowwise(chunk, len(rows), results, chunk_size)(*rows, *classes, *scalars, *others)
     return tuple(in_shape(each, (*shape, *each.shape[1:])) for each in outputs)
 
 
-def evaluate(node: expression.Node, workspace: int | None, chunk_sizes: dict[Any, int]) -> Tensor:
-    """Return all logits, with the bits that the functions of the rows have found in the chunks."""
-    shape, sizes = expression.hidden(node).shape[:-1], dict(chunk_sizes)
-    (logits,) = by_rows(node, shape, 1, lambda z_CV: (z_CV,), workspace=workspace, chunk_sizes=sizes)
+def evaluate(node: expression.Node, workspace: int | None) -> Tensor:
+    """Return all logits, with the bits that functions of the rows have found `as_logits`."""
+    shape = expression.hidden(node).shape[:-1]
+    (logits,) = by_rows(node, shape, 1, lambda z_CV: (z_CV,), workspace=workspace, as_logits=True)
     return logits

@@ -93,8 +93,8 @@ class Vector(NamedTuple):
 class Apply(NamedTuple):
     """Hold FUNCTIONS[name](*operands).
 
-    Operands are nodes, vectors, and values that are the same for all rows and classes (numbers,
-    dtypes).
+    Operands are nodes, of which the first is one, vectors, and values that are the same for all
+    rows and classes (numbers, dtypes).
     """
 
     name: str
@@ -102,6 +102,10 @@ class Apply(NamedTuple):
     autocast: torch.dtype | None
     dtype: torch.dtype
     """The result's dtype, by torch's own promotion."""
+
+    @property
+    def first(self) -> Node:
+        return self.operands[0]  # type: ignore[return-value]
 
 
 def evaluate(node: Node) -> Tensor:
@@ -133,13 +137,29 @@ def linears(node: Node) -> Iterator[Linear]:
     """Yield the products of the tree."""
     if isinstance(node, Linear):
         yield node
+    for each in _nodes(node):
+        yield from linears(each)
+
+
+def tensors(node: Node) -> Iterator[Tensor]:
+    """Yield the tensors that the logits depend on, first the input of the first product."""
+    for each in _nodes(node):
+        yield from tensors(each)
+    yield from _own_tensors(node)
+
+
+def _nodes(node: Node) -> list[Node]:
+    if isinstance(node, Linear):
+        return []
+    return [each for each in node.operands if isinstance(each, (Linear, Apply))]
+
+
+def _own_tensors(node: Node) -> list[Tensor]:
+    if isinstance(node, Linear):
+        own = [node.input.tensor, node.weight.tensor, node.bias]
     else:
-        for each in _nodes(node):
-            yield from linears(each)
-
-
-def _nodes(node: Apply) -> Iterator[Node]:
-    return (each for each in node.operands if isinstance(each, (Linear, Apply)))
+        own = [each.tensor if isinstance(each, Vector) else each for each in node.operands]
+    return [each for each in own if isinstance(each, Tensor)]
 
 
 def hidden(node: Node) -> Tensor:
@@ -148,22 +168,14 @@ def hidden(node: Node) -> Tensor:
 
 
 def requires_grad(node: Node) -> bool:
-    if isinstance(node, Linear):
-        tensors = [node.input.tensor, node.weight.tensor, node.bias]
-    elif node.name == "detach":
+    if isinstance(node, Apply) and node.name == "detach":
         return False
-    elif any(requires_grad(each) for each in _nodes(node)):
-        return True
-    else:
-        tensors = [each.tensor for each in node.operands if isinstance(each, Vector)]
-        tensors += [each for each in node.operands if isinstance(each, Tensor)]
-    return any(each is not None and each.requires_grad for each in tensors)
+    return any(map(requires_grad, _nodes(node))) or any(each.requires_grad for each in _own_tensors(node))
 
 
 def mixes_classes(node: Node) -> bool:
-    if isinstance(node, Linear):
-        return False
-    return node.name in MIX_CLASSES or any(mixes_classes(each) for each in _nodes(node))
+    own = isinstance(node, Apply) and node.name in MIX_CLASSES
+    return own or any(map(mixes_classes, _nodes(node)))
 
 
 def check(node: Node) -> None:

@@ -77,17 +77,12 @@ def _match(node: Node) -> LinearHead | None:
     if isinstance(node, Linear):
         inputs, weights = (node.input.value(),), (node.weight.value(),)
         return LinearHead(inputs, weights, node.bias, node.autocast, node.dtype)
-    first, *rest = node.operands
-    if isinstance(first, Vector) and node.name == "add":
-        first, rest = rest[0], [first]
-    if not isinstance(first, (Linear, Apply)):
-        return None
-    below = _match(first)
-    head = None if below is None else _applied(below, node.name, rest)
+    below = _match(node.first)
+    head = None if below is None else _applied(below, node.name, node.operands[1:])
     return head if head is not None and _is_sound(head, node.dtype) else None
 
 
-def _applied(head: LinearHead, name: str, rest: list[object]) -> LinearHead | None:
+def _applied(head: LinearHead, name: str, rest: tuple[object, ...]) -> LinearHead | None:
     match name, rest:
         case ("clone", []) | ("to", [torch.dtype()]):
             return head
