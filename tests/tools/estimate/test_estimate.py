@@ -2,9 +2,11 @@ import pytest
 import torch
 
 from lowtide.memory import peak_memory
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import ROOM
 from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.estimate.step import estimate
 from lowtide.tools.estimate.training import measure, training
+from tests.support.extended import all_extended_but
 from tests.tools.estimate.conftest import TINY_GPT2, TINY_LLAMA
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
@@ -115,3 +117,19 @@ def test_autocast_copies_count_as_weights(config):
     matrices = wide.parameters - 64 * 5  # five norms
     embedding = 64 * 8192  # is looked up as it is
     assert autocast.held["weights"] - wide.held["weights"] == 2 * (matrices - embedding)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "dtype", all_extended_but([Dtype.bfloat16], [Dtype.bfloat16, Dtype.autocast, Dtype.float32])
+)
+@pytest.mark.parametrize(
+    ("classes", "length"), all_extended_but([(1000, 128), (8192, 64)], [(1000, 16), (1000, 128), (8192, 64)])
+)
+def test_small_model_within_eager(config, classes, length, dtype, device):
+    """Without a workspace of the caller's a step holds no more than eager torch's."""
+    pytest.importorskip("transformers")
+    setting = Setting(config(TINY_LLAMA, vocab_size=classes), 1, length, dtype)
+    eager, ours = (estimate(setting, loss, device).peak for loss in (Loss.eager, Loss.lowtide))
+    few = length * classes * 2 < 1 << 16
+    assert ours <= eager + few * ROOM[device]
