@@ -132,6 +132,8 @@ def chunked_loss(
             tensors, also inside dictionaries, lists and tuples. The same holds for `loss_fn`. The
             parameters of these modules, and these tensors, get gradients. A parameter that requires
             a gradient must not be reached only through a closure or a global: this is an error.
+            The functions may make leaves of their own that nothing keeps after the chunk
+            (``positions.detach().requires_grad_()``, to differentiate an energy by it).
             Parameters may be frozen, tied or adapted (LoRA). A parameter that no chunk reaches gets
             no gradient. A bound method brings its whole module. So it is an error if the module's
             trunk has batch statistics or is on another device; ``partial(logits, model.lm_head)``

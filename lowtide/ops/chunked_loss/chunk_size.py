@@ -92,6 +92,7 @@ def _peak(job: Job, tensors: Tensors, rows: int) -> int:
         job,
         chunks=(slice(0, 1), slice(0, rows)),
         aux={},
+        own=[],
         meter=lambda place: meter if place else contextlib.nullcontext(),
         replay=Replay(tensors),
         snapshot=copy.copy(job.snapshot),

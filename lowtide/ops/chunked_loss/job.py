@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,8 @@ class Job:
     aux: dict[str, Sum] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
     """The loss of each chunk when it first ran, in mode "recompute"."""
+    own: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """Leaves of the chunks' graphs that head or loss_fn seem to have made, in the first pass."""
     adds_up: bool = False
     """True once a loss that looked like a mean has been found to be a sum."""
     meter: Callable[[int], Any] = contextlib.nullcontext
@@ -89,7 +92,8 @@ class Job:
                 value, len(pieces[0]), lambda: self._adds_up(place, pieces, learned, operators)
             )
         if value.requires_grad:
-            closures.check_leaves(self.functional, value, (*pieces, *learned))
+            found = closures.own_leaves(self.functional, value, (*pieces, *learned))
+            self.own += map(weakref.ref, found)
         for name, term in aux.items():
             self._add_aux(name, term.detach() if isinstance(term, Tensor) else term)
         return out, value
@@ -100,8 +104,14 @@ class Job:
         """Return the loss of a chunk that was checked before."""
         value: Tensor = self.run(place, pieces, learned, operators)[1]
         if value.requires_grad:
-            closures.check_leaves(self.functional, value, (*pieces, *learned))
+            closures.own_leaves(self.functional, value, (*pieces, *learned))  # for its errors
         return value
+
+    def settle(self) -> None:
+        """End the first pass over the chunks, with the checks that its end allows."""
+        self.snapshot.settle()
+        own, self.own = self.own, []
+        closures.check_gone(own)
 
     def run(
         self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode | None

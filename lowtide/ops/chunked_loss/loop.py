@@ -51,7 +51,7 @@ def loss_alone(job: Job, tensors: Tensors, *, graph: bool, values: list[Tensor] 
                 losses.view(-1)[chunk] = value
             if values is not None:
                 values.append(value.sum(dtype=sum_dtype(value.dtype)))
-    job.snapshot.settle()
+    job.settle()
     return total.total if losses is None else losses
 
 
@@ -71,7 +71,7 @@ def loss_and_gradients(job: Job, tensors: Tensors) -> tuple[Tensor, list[Pending
         loop = _Loop(job, tensors, job.needs_grad, now)
         for place, chunk in enumerate(job.chunks):
             total.add(loop.first(place, chunk))
-    job.snapshot.settle()
+    job.settle()
     return total.total, loop.gradients()
 
 

@@ -2,10 +2,14 @@
 
 A tensor in a closure or a global would get no gradient, because it is no input of the call's
 autograd function. A tensor that head or loss_fn keeps from a chunk depends on the chunk's copies,
-and gradients of these are read only while the loop over the chunks runs.
+and gradients of these are read only while the loop over the chunks runs. A leaf of the graph that
+they make in a chunk (to differentiate an energy by it) gets none either, but is gone after it, so
+that nobody misses one.
 """
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,15 +53,29 @@ class ChunkPass:
         return copies
 
 
-def check_leaves(functional: Functional, loss: Tensor, known: Sequence[Tensor]) -> None:
-    """Raise if the graph of `loss` begins elsewhere than at the known tensors."""
+def own_leaves(functional: Functional, loss: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
+    """Return where the graph of `loss` begins beside the known tensors.
+
+    Head or loss_fn have made these leaves, or reach them by a way that `_captured` does not know:
+    `check_gone` tells.
+    """
     ids = {id(tensor) for tensor in known}
     others = [leaf for leaf in _leaves(loss, known) if id(leaf) not in ids]
     if any(_is_of_pass(leaf) for leaf in others):
         raise kept()
-    if others:
-        names = {id(tensor): name for name, tensor in _captured(functional)}
-        raise error([names.get(id(leaf), f"a tensor of shape {list(leaf.shape)}") for leaf in others])
+    names = {id(tensor): name for name, tensor in _captured(functional)} if others else {}
+    if any(id(leaf) in names for leaf in others):
+        raise error([names.get(id(leaf), _described(leaf)) for leaf in others])
+    return others
+
+
+def check_gone(own: Sequence["weakref.ref[Tensor]"]) -> None:
+    """Raise for own leaves that live on after their chunks: these might miss their gradient."""
+    if any(leaf() is not None for leaf in own):
+        gc.collect()  # some may only be waiting for this
+    alive = {id(leaf): leaf for leaf in (each() for each in own) if leaf is not None}
+    if alive:
+        raise error([_described(leaf) for leaf in alive.values()])
 
 
 def captured_names(functional: Functional, wrongly: Callable[[Tensor], bool]) -> list[str]:
@@ -71,7 +89,8 @@ def error(names: Sequence[str]) -> ArgumentError:
         f"loss_fn and head must not reach what needs a gradient through a closure or a global: {listed} "
         "would get none. Pass the nn.Module itself (or its bound method) as head or loss_fn; pass "
         "anything else to it by functools.partial, as in head=partial(logits, model.lm_head) or "
-        "head=partial(F.linear, weight=weight); detach what needs no gradient"
+        "head=partial(F.linear, weight=weight); detach what needs no gradient, and keep no tensor that they "
+        "make to require one"
     )
 
 
@@ -83,6 +102,10 @@ def kept() -> ArgumentError:
         "Compute it before the call and pass it, as in head=partial(F.linear, weight=merged); add a term of "
         "the loss to the sum that loss_fn returns; return what is only logged with has_aux=True, or detach it"
     )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"a tensor of shape {list(tensor.shape)}"
 
 
 def _captured(functional: Functional) -> Iterator[tuple[str, Tensor]]:
