@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from lowtide.core import torch_private
 from lowtide.core.row_function import RowDerivative, RowFunction, Tensors, as_variables, at, split
 from lowtide.ops.chunked_loss.accumulate import Sum
-from lowtide.ops.chunked_loss.functional import closures
+from lowtide.ops.chunked_loss.functional.leaves import captured_error, captured_names
 from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, check_none
 from lowtide.ops.chunked_loss.isolation import isolated
 from lowtide.ops.chunked_loss.job import Job
@@ -62,7 +62,7 @@ def _check_closures(job: Job, tensors: Tensors) -> None:
                     "elements of the batch: pass randomness='same' to vmap"
                 )
             if _varies(value):
-                raise closures.error(closures.captured_names(job.functional, _varies) or ["a tensor"])
+                raise captured_error(captured_names(job.functional, _varies) or ["a tensor"])
     check_none(sample.changed(still))
 
 

@@ -17,8 +17,8 @@ from lowtide.core.matmul import blocks
 from lowtide.core.strides import flattens, gathered_rows
 from lowtide.ops.chunked_loss import validation
 from lowtide.ops.chunked_loss.accumulate import Sum
-from lowtide.ops.chunked_loss.functional import closures, snapshot
-from lowtide.ops.chunked_loss.functional.snapshot import Snapshot
+from lowtide.ops.chunked_loss.functional.leaves import check_gone, own_leaves
+from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, unchanged
 from lowtide.ops.chunked_loss.functional.tensors import Functional
 from lowtide.ops.chunked_loss.isolation import any_transform
 from lowtide.ops.chunked_loss.replay import Replay
@@ -82,17 +82,15 @@ class Job:
         self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode
     ) -> tuple[Any, Tensor]:
         """Compute a chunk for the first time, with checks; return head's output and the loss."""
-        before, where = snapshot.buffers(self.functional), snapshot.addresses(learned)
-        out, value, aux = self.run(place, pieces, learned, operators)
-        snapshot.check_buffers(self.functional, before)
-        snapshot.check_addresses(self.functional, learned, where)
+        with unchanged(self.functional, learned):
+            out, value, aux = self.run(place, pieces, learned, operators)
         validation.check_result(value, len(pieces[0]), self.per_row)
         if not self.adds_up:
             validation.check_no_mean(
                 value, len(pieces[0]), lambda: self._adds_up(place, pieces, learned, operators)
             )
         if value.requires_grad:
-            found = closures.own_leaves(self.functional, value, (*pieces, *learned))
+            found = own_leaves(self.functional, value, (*pieces, *learned))
             self.own += map(weakref.ref, found)
         for name, term in aux.items():
             self._add_aux(name, term.detach() if isinstance(term, Tensor) else term)
@@ -104,14 +102,14 @@ class Job:
         """Return the loss of a chunk that was checked before."""
         value: Tensor = self.run(place, pieces, learned, operators)[1]
         if value.requires_grad:
-            closures.own_leaves(self.functional, value, (*pieces, *learned))  # for its errors
+            own_leaves(self.functional, value, (*pieces, *learned))  # for its errors
         return value
 
     def settle(self) -> None:
         """End the first pass over the chunks, with the checks that its end allows."""
         self.snapshot.settle()
         own, self.own = self.own, []
-        closures.check_gone(own)
+        check_gone(own)
 
     def run(
         self, place: int, pieces: Tensors, learned: Tensors, operators: TorchFunctionMode | None

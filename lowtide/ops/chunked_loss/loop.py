@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lowtide.core.errors import ArgumentError
 from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.chunked_loss.accumulate import Sum, backward_scale, may_be_retained, rounded, sum_dtype
-from lowtide.ops.chunked_loss.functional import closures
-from lowtide.ops.chunked_loss.functional.closures import ChunkPass
+from lowtide.ops.chunked_loss.functional.leaves import ChunkPass, kept_error
 from lowtide.ops.chunked_loss.functional.snapshot import other_loss
 from lowtide.ops.chunked_loss.functional.threads import alone
 from lowtide.ops.chunked_loss.isolation import isolated
@@ -191,7 +190,7 @@ class _Loop:
                 terms = torch.autograd.grad(value, list(asked.values()), seed, allow_unused=True)
             except RuntimeError as error:
                 if "through the graph a second time" in str(error):
-                    raise closures.kept() from error
+                    raise kept_error() from error
                 raise
         gradients = dict(zip(asked, terms))
         del terms

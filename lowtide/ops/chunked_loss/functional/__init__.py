@@ -5,7 +5,7 @@ Modules, in the order of imports:
     fsdp.py        gather the parameters of an FSDP2 unit once around all chunks
     tensors.py     find the tensors that the functions bring along, and replace them by copies
     threads.py     keep two threads from replacing the parameters of one module at a time
-    closures.py    errors for tensors that come through a closure or a global, or are kept
+    leaves.py      the leaves of the chunks' graphs; errors for tensors whose gradient would be lost
     constants.py   the constants that the functions' code reaches
     snapshot.py    check that a chunk is computed again from the same values
 """

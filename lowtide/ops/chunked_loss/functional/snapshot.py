@@ -1,6 +1,7 @@
 """Record what a chunk is computed from; raise if this has changed when it is computed again."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -46,7 +47,7 @@ class Snapshot:
         functional = self.functional
         state: dict[str, Any] = {name: _version(row)[1] for name, row in rows.items()}
         state |= {name: _version(tensor) for name, tensor in functional.tensors.items()}
-        state |= buffers(functional)
+        state |= _buffers(functional)
         for prefix, module in functional.modules.items():
             state |= {f"{prefix}.{name}": _version(each) for name, each in module.named_parameters()}
             for name, each in module.named_modules():
@@ -66,7 +67,7 @@ class Snapshot:
         return constants({"head": functional.head, "loss_fn": functional.loss_fn, **values}, known)
 
 
-def buffers(functional: Functional) -> dict[str, tuple[int, int]]:
+def _buffers(functional: Functional) -> dict[str, tuple[int, int]]:
     """Return the versions of the modules' buffers, by name."""
     return {
         f"{path}.{name}": _version(buffer)
@@ -76,33 +77,32 @@ def buffers(functional: Functional) -> dict[str, tuple[int, int]]:
     }
 
 
-def check_buffers(functional: Functional, before: dict[str, tuple[int, int]]) -> None:
-    """Raise if head or loss_fn has changed a buffer."""
-    changed = [name for name, version in buffers(functional).items() if version != before.get(name)]
+@contextlib.contextmanager
+def unchanged(functional: Functional, learned: Sequence[Tensor]) -> Iterator[None]:
+    """Raise if head or loss_fn change a buffer, or give a learned tensor other memory."""
+    versions, places = _buffers(functional), _addresses(learned)
+    yield
+    changed = [name for name, version in _buffers(functional).items() if version != versions.get(name)]
     if changed:
         raise ArgumentError(
             f"head and loss_fn must not change buffers, but did: {', '.join(changed)}. Once a chunk is "
             "not once a step, and a row's result would depend on its chunk; put such a layer in eval mode or "
             "before the head"
         )
-
-
-def addresses(learned: Sequence[Tensor]) -> list[int]:
-    """Return where the memory of each tensor begins; 0 for one that wraps others."""
-    return [
-        each.data_ptr() if is_plain(each) and not torch_private.is_wrapped(each) else 0 for each in learned
-    ]
-
-
-def check_addresses(functional: Functional, learned: Sequence[Tensor], before: Sequence[int]) -> None:
-    """Raise if head or loss_fn has given a learned tensor other memory than its original has."""
-    places = zip(functional.names, before, addresses(learned))
-    moved = [name for name, was, now in places if was != now]
+    compared = zip(functional.names, places, _addresses(learned))
+    moved = [name for name, was, now in compared if was != now]
     if moved:
         raise ArgumentError(
             f"head and loss_fn must not assign to the .data of what they learn, but did: {', '.join(moved)}. "
             "A chunk runs on a copy, so the parameter would keep its old values: assign to it before the call"
         )
+
+
+def _addresses(learned: Sequence[Tensor]) -> list[int]:
+    """Return where the memory of each tensor begins; 0 for one that wraps others."""
+    return [
+        each.data_ptr() if is_plain(each) and not torch_private.is_wrapped(each) else 0 for each in learned
+    ]
 
 
 def check_none(changed: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ Autograd has to know every tensor that a loss depends on. An nn.Module brings it
 bound method those of its module, a functools.partial its arguments. While a chunk runs, these
 tensors are replaced by detached copies that share their memory, class and attributes. So hooks of
 the originals do not see the gradients of single chunks. Tensors in a closure cannot be replaced
-(closures.py).
+(leaves.py).
 """
 
 import functools

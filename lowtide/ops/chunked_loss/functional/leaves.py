@@ -1,4 +1,4 @@
-"""Raise for tensors that need a gradient and reach a chunk, or leave it, by a way of their own.
+"""Make the leaves of the chunks' graphs, and raise for others, whose gradient would be lost.
 
 A tensor in a closure or a global would get no gradient, because it is no input of the call's
 autograd function. A tensor that head or loss_fn keeps from a chunk depends on the chunk's copies,
@@ -39,7 +39,7 @@ class ChunkPass:
     def __call__(self, leaf: Tensor) -> None:
         """Take a leaf whose `grad` a backward pass has added to."""
         if self.is_over:
-            raise kept()
+            raise kept_error()
 
     def leaves(self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]) -> tuple[Tensor, ...]:
         """Return detached copies, sharing memory; those marked require a gradient."""
@@ -62,10 +62,10 @@ def own_leaves(functional: Functional, loss: Tensor, known: Sequence[Tensor]) ->
     ids = {id(tensor) for tensor in known}
     others = [leaf for leaf in _leaves(loss, known) if id(leaf) not in ids]
     if any(_is_of_pass(leaf) for leaf in others):
-        raise kept()
+        raise kept_error()
     names = {id(tensor): name for name, tensor in _captured(functional)} if others else {}
     if any(id(leaf) in names for leaf in others):
-        raise error([names.get(id(leaf), _described(leaf)) for leaf in others])
+        raise captured_error([names.get(id(leaf), _described(leaf)) for leaf in others])
     return others
 
 
@@ -75,7 +75,7 @@ def check_gone(own: Sequence["weakref.ref[Tensor]"]) -> None:
         gc.collect()  # some may only be waiting for this
     alive = {id(leaf): leaf for leaf in (each() for each in own) if leaf is not None}
     if alive:
-        raise error([_described(leaf) for leaf in alive.values()])
+        raise captured_error([_described(leaf) for leaf in alive.values()])
 
 
 def captured_names(functional: Functional, wrongly: Callable[[Tensor], bool]) -> list[str]:
@@ -83,7 +83,7 @@ def captured_names(functional: Functional, wrongly: Callable[[Tensor], bool]) ->
     return list({id(tensor): name for name, tensor in _captured(functional) if wrongly(tensor)}.values())
 
 
-def error(names: Sequence[str]) -> ArgumentError:
+def captured_error(names: Sequence[str]) -> ArgumentError:
     listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return ArgumentError(
         f"loss_fn and head must not reach what needs a gradient through a closure or a global: {listed} "
@@ -94,7 +94,7 @@ def error(names: Sequence[str]) -> ArgumentError:
     )
 
 
-def kept() -> ArgumentError:
+def kept_error() -> ArgumentError:
     """Return the error for a tensor that head or loss_fn has kept from a chunk."""
     return ArgumentError(
         "head or loss_fn has kept a tensor from a chunk (a cached weight, an auxiliary loss, collected "
