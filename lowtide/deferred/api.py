@@ -106,8 +106,7 @@ def _deferring(plain: type, deferral: Deferral) -> type:
             einops_backend.register()
         counts, reason = deferral._counts, _reason_against(self)
         if reason is None:
-            call = HeadCall(counts, deferral._workspace)
-            hidden = DeferredHidden(args[0], classes(self), call, torch.is_grad_enabled())
+            hidden = DeferredHidden(args[0], HeadCall(counts, deferral._workspace, classes(self)))
             try:
                 return hidden.returned(plain.forward(self, hidden, *args[1:], **kwargs))  # type: ignore[attr-defined]
             except NotDeferred as refused:

@@ -89,6 +89,17 @@ def unary(name: str, input: DeferredLogits) -> Any:
     return apply(UNARY[name], input)
 
 
+@handles("positive", "__pos__")
+def positive(input: DeferredLogits) -> DeferredLogits:
+    return input
+
+
+@handles("dropout", "alpha_dropout")
+def dropout(input: DeferredLogits, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Return the logits themselves where dropout is off, as torch does."""
+    return input if p == 0 or (not training and 0 <= p <= 1) else NotImplemented
+
+
 @handles("requires_grad_")
 def requires_grad_(input: DeferredLogits, requires_grad: bool = True) -> Any:
     """Leave logits as they are; detached ones that shall require a gradient become real, a leaf."""

@@ -43,15 +43,10 @@ def permute(name: str, input: DeferredLogits, *dims: Any, **kwargs: Any) -> Any:
     moved = sorted(range(len(rows)), key=lambda row: order[rows[row]])
     node = input.node
     if moved != sorted(moved):
-        node = expression.with_tensors(_in_shape(input), rows=lambda x: x.permute(*moved, x.dim() - 1))
+        node = _with_rows(input, lambda x: x.permute(*moved, x.dim() - 1))
     return input.like(
         node, meta, order[input.class_dim], view=("permute", sorted(every, key=order.__getitem__))
     )
-
-
-@handles("positive", "__pos__")
-def positive(input: DeferredLogits) -> DeferredLogits:
-    return input
 
 
 @handles("contiguous")
@@ -60,12 +55,6 @@ def contiguous(input: DeferredLogits, *, memory_format: Any = None) -> DeferredL
     if input.meta.is_contiguous(memory_format=memory_format):
         return input
     return input.like(input.checked(), input.meta.contiguous(memory_format=memory_format), copied=True)
-
-
-@handles("dropout", "alpha_dropout")
-def dropout(input: DeferredLogits, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Return the logits themselves where dropout is off, as torch does."""
-    return input if p == 0 or (not training and 0 <= p <= 1) else NotImplemented
 
 
 @handles("__getitem__")
@@ -132,7 +121,7 @@ def _as_tensor(entry: Any, device: torch.device) -> Any:
 
 
 def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
-    node = expression.with_tensors(_in_shape(input), rows=lambda x: x[index])
+    node = _with_rows(input, lambda x: x[index])
     if all(isinstance(each, (int, slice)) for each in index):  # A view, with a view's strides.
         meta = input.meta[index]
         return input.like(node, meta, meta.dim() - 1, view=("__getitem__", index))
@@ -143,9 +132,11 @@ def _rows(input: DeferredLogits, index: tuple[Any, ...]) -> DeferredLogits:
     return input.like(node, meta, meta.dim() - 1, copied=copied)
 
 
-def _in_shape(input: DeferredLogits) -> expression.Node:
-    """Return the node with its inputs in the shape of the logits' rows."""
-    return expression.with_tensors(input.checked(), rows=lambda x: x.reshape(*input.rows, x.shape[-1]))
+def _with_rows(input: DeferredLogits, change: expression.Change) -> expression.Node:
+    """Return the node with changed inputs, which first take the shape of the logits' rows."""
+    return expression.with_tensors(
+        input.checked(), rows=lambda x: change(x.reshape(*input.rows, x.shape[-1]))
+    )
 
 
 # Each handler below first runs on the meta tensor, so that torch checks dimensions, sizes and

@@ -19,10 +19,14 @@ from lowtide.deferred.proxies.counts import Counts
 class HeadCall:
     """Hold what all logits of one call of the head share."""
 
-    def __init__(self, counts: Counts, workspace: int | None) -> None:
+    def __init__(self, counts: Counts, workspace: int | None, classes: int) -> None:
         self.counts = counts
         self.workspace = workspace
         """Bytes that each fused loss may hold; None for the default."""
+        self.classes = classes
+        """The number of outputs of the product that makes the logits."""
+        self.grad = torch.is_grad_enabled()
+        """True if gradients were on where the head was called."""
         self.picked = False
         """True once values of the logits have been picked from chunks (topk, max, ...)."""
         self.accounted = False

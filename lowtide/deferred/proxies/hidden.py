@@ -31,8 +31,8 @@ class NotDeferred(Exception):
 class DeferredHidden(Proxy):
     """Stand for the hidden states within the head's forward."""
 
-    def __init__(self, tensor: Tensor, classes: int, head_call: HeadCall, grad: bool) -> None:
-        self.tensor, self.classes, self.head_call, self.grad = tensor, classes, head_call, grad
+    def __init__(self, tensor: Tensor, head_call: HeadCall) -> None:
+        self.tensor, self.head_call = tensor, head_call
 
     def attribute(self, name: str) -> Any:
         return getattr(self.tensor, name)
@@ -40,7 +40,7 @@ class DeferredHidden(Proxy):
     @classmethod
     def call(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         hidden = next(each for each in flat((args, kwargs)) if isinstance(each, DeferredHidden))
-        if hidden.grad and not torch.is_grad_enabled():
+        if hidden.head_call.grad and not torch.is_grad_enabled():
             # An autograd.Function in the head (a quantised head has one) would find no tensor to
             # differentiate.
             raise NotDeferred("the head's own autograd.Function")
@@ -57,11 +57,11 @@ class DeferredHidden(Proxy):
         if not isinstance(result, Tensor) or not result.is_floating_point() or result.dim() == 0:
             return result
         # These are real logits, made by a kind of product that is not recorded.
-        if result.shape[-1] == self.classes != self.tensor.shape[-1]:
+        if result.shape[-1] == self.head_call.classes != self.tensor.shape[-1]:
             name = getattr(function, "__name__", str(function))
             self.head_call.accounted = True
             return self.head_call.counts.on(result, spelled(name))
-        return DeferredHidden(result, self.classes, self.head_call, self.grad)
+        return DeferredHidden(result, self.head_call)
 
     def returned(self, output: Any) -> Any:
         """Return the output of the head's forward with tensors in place of its proxies.
@@ -76,7 +76,7 @@ class DeferredHidden(Proxy):
                 return leaf.tensor
             call = self.head_call
             is_tensor = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 0
-            if call.accounted or not is_tensor or leaf.shape[-1] != self.classes:
+            if call.accounted or not is_tensor or leaf.shape[-1] != call.classes:
                 return leaf
             call.accounted = True
             return call.counts.on(leaf, "the head's own forward")
@@ -104,14 +104,14 @@ def _is_product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> 
     Raises:
         NotDeferred: the product makes the logits, but its operands cannot be recorded.
     """
-    x = hidden.tensor
+    x, classes = hidden.tensor, hidden.head_call.classes
     autocast = expression.autocast_dtype(x.device) is not None and x.dtype != torch.float64
     fits = (
-        weight.shape == (hidden.classes, x.shape[-1])
+        weight.shape == (classes, x.shape[-1])
         and x.dim() > 0
         and x.device.type != "meta"
         and weight.device == x.device
-        and (bias is None or (bias.shape == (hidden.classes,) and bias.device == x.device))
+        and (bias is None or (bias.shape == (classes,) and bias.device == x.device))
         and all(
             autocast or each is None or each.dtype == x.dtype or is_data_sharded(each)
             for each in (weight, bias)
@@ -139,7 +139,7 @@ def _is_product(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> 
 def _logits(hidden: DeferredHidden, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
     x, autocast = hidden.tensor, expression.autocast_dtype(hidden.tensor.device)
     dtype = x.dtype if autocast is None or x.dtype == torch.float64 else autocast
-    meta = torch.empty(*x.shape[:-1], hidden.classes, dtype=dtype, device="meta")
+    meta = torch.empty(*x.shape[:-1], hidden.head_call.classes, dtype=dtype, device="meta")
     x = sharded.local_input(x, weight)
     if is_dtensor(weight) and not is_data_sharded(weight):
         hidden.head_call.mesh = weight.device_mesh  # type: ignore[attr-defined]
