@@ -206,6 +206,19 @@ def test_operands_as_recorded(use):
         torch.testing.assert_close(use(model(tokens)[0], torch.float64), expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.filterwarnings("error::lowtide.deferred.RealLogitsWarning")
+def test_fake_operand():
+    """A bias without data is recorded like one with data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        hidden, bias = torch.randn(8, 4), torch.randn(1, V)
+        head = nn.Linear(4, V, bias=False)
+        with lowtide.defer_logits(head, head=head):
+            logits = head(hidden) + bias
+            assert F.cross_entropy(logits, torch.zeros(8, dtype=torch.long)).shape == ()
+
+
 def test_temperature_changed_by_step():
     model, tokens, targets = make()
 

@@ -40,8 +40,8 @@ def _operand(operand: Any, input: DeferredLogits) -> Any:
         return operand.checked() if together else None
     if not isinstance(operand, Tensor):
         return operand if isinstance(operand, (int, float, torch.dtype)) else None
-    plain = type(operand) in (Tensor, nn.Parameter) and operand.layout == torch.strided
-    if not plain or operand.is_nested or not operand.is_floating_point():
+    strided = _is_torchs_own(operand) and operand.layout == torch.strided
+    if not strided or operand.is_nested or not operand.is_floating_point():
         return None
     if operand.device != input.device and operand.dim() > 0:
         return None  # torch then raises its own error.
@@ -52,6 +52,15 @@ def _operand(operand: Any, input: DeferredLogits) -> Any:
     if not vector or operand.shape[:-1].numel() != 1 or not input.classes_last:
         return None
     return expression.Vector(operand.reshape(-1).clone())
+
+
+def _is_torchs_own(tensor: Tensor) -> bool:
+    """Return whether no class but torch's decides what operations on the tensor mean."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return True
+    from torch._subclasses.fake_tensor import FakeTensor  # slow to import
+
+    return type(tensor) is FakeTensor
 
 
 def _dtype(name: str, operands: Any, device: str | None) -> torch.dtype:
