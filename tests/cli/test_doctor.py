@@ -107,6 +107,9 @@ def test_loss_call():
     assert invoke("linear-cross-entropy", *sizes, *more).exit_code == 0
 
 
+ON_A_CPU = ("--device", "cpu")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -119,6 +122,13 @@ def test_loss_call():
         (("attention", "--queries", "9" * 23), 2, "2147483647"),
         (("attention", "--queries", "2147483647", "--batch", "2147483647"), 1, "not enough memory"),
         (("linear-cross-entropy", "--device", "cpu", "--workspace", "100KB"), 1, "workspace must hold"),
+        (("linear-cross-entropy", *ON_A_CPU, "--log-probs", "--z-loss", "0.1"), 1, "leave them out"),
+        (
+            ("linear-cross-entropy", *ON_A_CPU, "--log-probs", "--label-smoothing", "1"),
+            1,
+            "has no such option",
+        ),
+        (("linear-cross-entropy", *ON_A_CPU, "--log-probs", "--reduction", "sum"), 1, "has no such option"),
     ],
 )
 def test_call_refused(arguments, code, message):

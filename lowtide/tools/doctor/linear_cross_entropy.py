@@ -126,6 +126,12 @@ class AskedLossCall:
                 "--log-probs is linear_log_probs, which takes targets that are classes and no weights, got "
                 "--probabilities, --weight or --row-weight; leave them out"
             )
+        changed = self.label_smoothing or self.z_loss or self.reduction != "mean"
+        if self.log_probs and changed:
+            raise ArgumentError(
+                "--log-probs is linear_log_probs, which returns numbers by row and has no such option, got "
+                "--label-smoothing, --z-loss or --reduction; leave them out"
+            )
         if self.segments is not None:
             layout = [
                 (first, min(self.own_classes, self.V - first))
