@@ -12,14 +12,13 @@ import torch
 
 from lowtide.cli import main
 from lowtide.cli.shared import progress
-from lowtide.tools.estimate.model import departures
 from lowtide.tools.estimate.offline import plain
 from lowtide.tools.estimate.setting import Dtype, Loss, Setting
 from lowtide.tools.estimate.step import estimate as estimated
 from tests.support.commands import invoke as in_this_process
 from tests.support.commands import said
 from tests.support.extended import all_extended_but
-from tests.tools.estimate.conftest import LLAMA_3_8B, TINY_LLAMA
+from tests.tools.estimate.conftest import LLAMA_3_8B, TINY_BART, TINY_GPT2, TINY_LLAMA, TINY_LLAVA
 
 
 @pytest.fixture(autouse=True)
@@ -226,15 +225,13 @@ def test_config_names_removed_at_any_depth():
     assert plain({"attn_implementation": {"text_config": "somebody/kernel"}}) == {}
 
 
-def test_departures_from_the_config_are_told(tmp_path):
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(TINY_LLAMA | {"architectures": ["LlamaForCausalLM"]}))
-    assert departures(str(config)) == []
-    other = {"quantization_config": {"load_in_4bit": True}, "architectures": ["LlamaForTokenClassification"]}
-    config.write_text(json.dumps(TINY_LLAMA | other))
-    quantized, classifier = departures(str(tmp_path))
-    assert quantized == f"{config}: quantization_config is left out; the estimate trains weights of --dtype"
-    assert classifier.endswith("of a causal language model, not of LlamaForTokenClassification")
+def test_images_and_text(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAVA))
+    done = invoke(tmp_path, "--length", 16)
+    assert done.exit_code == 0, done.output
+    assert "without images or speech" in said(done)
+    assert "peak" in done.output
 
 
 def test_frozen_parameter_has_no_gradient_or_state(tmp_path):
@@ -260,10 +257,14 @@ def test_sequence_too_long(tmp_path):
     } | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert invoke(tmp_path, "--length", 32).exit_code == 0
-    line = refused(tmp_path, "--length", 33)
     path = tmp_path / "config.json"
     longest = "its sequences have at most 32 tokens (max_position_embeddings): give --length 32"
-    assert line == f"lowtide estimate: {path}: {longest}"
+    assert refused(tmp_path, "--length", 33) == f"lowtide estimate: {path}: {longest}"
+    for other in (TINY_GPT2 | {"n_positions": 32}, TINY_BART | {"max_position_embeddings": 32}):
+        path.write_text(json.dumps(other))  # fake tokens would be found in any table of positions
+        assert refused(tmp_path, "--length", 33) == f"lowtide estimate: {path}: {longest}"
+    path.write_text(json.dumps(TINY_LLAMA | {"max_position_embeddings": 32}))
+    assert invoke(tmp_path, "--length", 33).exit_code == 0  # its positions are computed
 
 
 @pytest.mark.extended
@@ -335,7 +336,7 @@ def test_config_of_no_language_model(tmp_path):
         ({}, "knows no model_type None"),
         ({"model_type": ["llama"]}, "knows no model_type ['llama']"),
         ({"model_type": "lama"}, "knows no model_type 'lama'"),
-        ({"model_type": "vit"}, "vit is no causal language model"),
+        ({"model_type": "vit"}, "vit is no language model of transformers"),
         (TINY_LLAMA | {"num_attention_heads": 5}, "attention heads (5)"),
         (TINY_LLAMA | {"hidden_size": "wide"}, "hidden_size"),
     ]:

@@ -105,6 +105,21 @@ class Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _grouped_product(
+    left: Tensor,
+    right: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return a tensor for the product of each group, of any dtype as in torch's kernels.
+
+    torch's own function for fake tensors refuses all dtypes but bfloat16.
+    """
+    groups = () if left.dim() != right.dim() else left.shape[:1] if offs is None else offs.shape
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype)
+
+
 def _float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
@@ -126,6 +141,8 @@ class OperatorMemory(TorchDispatchMode):
             return results
         if func is aten._local_scalar_dense.default:  # item(): any number will do.
             return 1.0 if args[0].is_floating_point() else 1
+        if func.name() == "aten::_grouped_mm":
+            return _grouped_product(*args, **kwargs or {})
         if func.name() == "c10d::_reduce_scatter_base_" and self.device == "cpu":
             whole = torch.empty_like(args[1])  # Gloo allocates it: it sums all parts before it takes one.
             results = func(*args, **kwargs or {})

@@ -31,8 +31,15 @@ from lowtide.tools.layers import checkpoint_layers
 BUILT_IN = {f"demo-{device}": sizes for device, sizes in SIZES.items()}
 BUILT_IN_CLASSES = 32_768
 FILE = "config.json"
-LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForVision2Seq", "ForMaskedLM")
-"""Transformers ends the names of models with a head over the vocabulary so."""
+KINDS = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
+}
+"""Transformers' classes for models with a head over the vocabulary, and their models by config."""
+OTHER_INPUTS = {"vision_config", "audio_config"}
 MOST = {"vocab_size": 2**28, "hidden_size": 2**20, "num_hidden_layers": 10_000}
 
 
@@ -89,31 +96,13 @@ def _built_in(setting: Setting, sizes: dict[str, int]) -> EstimatedModel:
 
 
 def _from_file(setting: Setting) -> EstimatedModel:
-    content, path = _read(Path(setting.model))
-    stay_offline()
-    try:
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-    except ModuleNotFoundError as missing:  # transformers hides the reason behind one of its own
-        reason = missing.__cause__ or missing
-        raise UserError(
-            f"{path} needs transformers ({reason}); install it with: pip install '.[hf]' in lowtide's clone"
-        ) from missing
-    kind = content.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise UserError(f"{path}: this version of transformers knows no model_type {kind!r}")
-    try:
-        config = CONFIG_MAPPING[kind].from_dict(plain(content))
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UserError(f"{kind} is no causal language model of transformers")
+    path, config, auto, _ = _language_model(setting.model)
+    kind = config.model_type
+    with _building(path, kind):
         text = config.get_text_config()
         sizes = [_size(text, name) for name in MOST]
-        module = AutoModelForCausalLM.from_config(config, dtype=setting.dtype.weights)
-    except UserError as reason:
-        raise UserError(f"{path}: {reason}") from reason
-    except Exception as problem:  # A config can be wrong in as many ways as there are models.
-        raise UserError(
-            f"{path}: transformers builds no {kind} with these values ({_in_a_line(problem)})"
-        ) from problem
+        module = auto.from_config(config, dtype=setting.dtype.weights)
+        _check_length(module, text, setting.length)
     if setting.checkpointing:
         checkpoint_layers(module)
 
@@ -128,6 +117,55 @@ def _from_file(setting: Setting) -> EstimatedModel:
     return EstimatedModel(module, loss, *sizes)
 
 
+def _language_model(name: str) -> tuple[Path, Any, Any, type]:
+    """Return a file, its config, and the class of KINDS and the model's class that are for it.
+
+    These are what the config names, or else the first of KINDS that has a model for it.
+    """
+    content, path = _read(Path(name))
+    stay_offline()
+    try:
+        import transformers
+        from transformers import CONFIG_MAPPING
+    except ModuleNotFoundError as missing:  # transformers hides the reason behind one of its own
+        reason = missing.__cause__ or missing
+        raise UserError(
+            f"{path} needs transformers ({reason}); install it with: pip install '.[hf]' in lowtide's clone"
+        ) from missing
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UserError(f"{path}: this version of transformers knows no model_type {kind!r}")
+    with _building(path, kind):
+        config = CONFIG_MAPPING[kind].from_dict(plain(content))
+        found = []
+        for auto, mapping in KINDS.items():
+            models = getattr(transformers, mapping, {}).get(type(config), ())
+            for model in models if isinstance(models, (list, tuple)) else (models,):
+                found.append((path, config, getattr(transformers, auto), model))
+    if not found:
+        raise UserError(f"{path}: {kind} is no language model of transformers")
+    named = _architectures(content)
+    return next((each for each in found if each[-1].__name__ in named), found[0])
+
+
+def _architectures(content: dict[str, Any]) -> list[str]:
+    named = content.get("architectures")
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
+@contextlib.contextmanager
+def _building(path: Path, kind: str) -> Iterator[None]:
+    """Turn an error of this block into a sentence."""
+    try:
+        yield
+    except UserError as reason:
+        raise UserError(f"{path}: {reason}") from reason
+    except Exception as problem:  # A config can be wrong in as many ways as there are models.
+        raise UserError(
+            f"{path}: transformers builds no {kind} with these values ({_in_a_line(problem)})"
+        ) from problem
+
+
 def departures(model: str) -> list[str]:
     """Return a sentence for each entry of a config.json that an estimate does not follow."""
     if model in BUILT_IN:
@@ -136,9 +174,11 @@ def departures(model: str) -> list[str]:
     found = []
     if content.get("quantization_config"):
         found.append(f"{path}: quantization_config is left out; the estimate trains weights of --dtype")
-    named = [name for name in content.get("architectures") or () if isinstance(name, str)]
-    if named and not any(name.endswith(LANGUAGE_MODELS) for name in named):
-        found.append(f"{path}: the estimate is of a causal language model, not of {', '.join(named)}")
+    named, (*_, built) = _architectures(content), _language_model(model)
+    if named and built.__name__ not in named:
+        found.append(f"{path}: the estimate is of {built.__name__}, not of {', '.join(named)}")
+    if content.keys() & OTHER_INPUTS:
+        found.append(f"{path}: the sequences of the estimate are text, without images or speech")
     return found
 
 
@@ -150,13 +190,29 @@ def _size(config: Any, name: str) -> int:
     return size
 
 
+def _check_length(module: Any, config: Any, length: int) -> None:
+    """Raise if a table of positions is too short: fake indices are never out of its range."""
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int) or length <= most:
+        return
+    tokens = module.get_input_embeddings().weight
+    for each in module.get_decoder().modules():
+        of_positions = isinstance(each, nn.Embedding) and each.weight is not tokens
+        if of_positions and 0 <= each.num_embeddings - most <= 2:  # some models reserve two positions
+            raise UserError(_too_long(most))
+
+
+def _too_long(most: int) -> str:
+    return f"its sequences have at most {most} tokens (max_position_embeddings): give --length {most}"
+
+
 def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
     """Return why a step of a model cannot run."""
     if isinstance(problem, (DataDependentOutputException, DynamicOutputShapeException)):
         return f"a step of this model looks at data ({problem}), and fake tensors have none"
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and most < length and str(most) in str(problem):
-        return f"its sequences have at most {most} tokens (max_position_embeddings): give --length {most}"
+        return _too_long(most)
     return f"a step of this {kind} fails ({_in_a_line(problem)})"
 
 
@@ -212,7 +268,8 @@ def fake(setting: Setting) -> EstimatedModel:
 def masks_as_on_data(module: nn.Module) -> Iterator[None]:
     """Keep Transformers from making a mask [T, T] within this block, where none is needed.
 
-    Transformers would make one for fake tensors, because it cannot read their positions.
+    Transformers would make one for fake tensors, because it cannot read their positions, nor that a
+    mask of padding, which some models make by themselves, hides nothing.
     """
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "sdpa":
         yield
@@ -222,7 +279,7 @@ def masks_as_on_data(module: nn.Module) -> Iterator[None]:
     mask = masks["sdpa"]
 
     def without_packing(*args: Any, **options: Any) -> Any:
-        return mask(*args, **options | {"allow_is_causal_skip": True})
+        return mask(*args, **options | {"allow_is_causal_skip": True, "attention_mask": None})
 
     # This overrides the registered function; deleting the override restores that function.
     masks["sdpa"] = without_packing

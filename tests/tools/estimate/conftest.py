@@ -21,6 +21,21 @@ TINY_LLAMA = LLAMA_3_8B | {
     "num_key_value_heads": 2,
     "vocab_size": 8192,
 }
+TINY_BART = {
+    "model_type": "bart",
+    "architectures": ["BartForConditionalGeneration"],
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "vocab_size": 8192,
+    "dropout": 0.0,
+}
+VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+TINY_LLAVA = {"model_type": "llava", "text_config": TINY_LLAMA, "vision_config": VISION}
 TINY_GPT2 = {
     "model_type": "gpt2",
     "n_embd": 64,

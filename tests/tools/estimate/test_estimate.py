@@ -7,7 +7,7 @@ from lowtide.tools.estimate.setting import Dtype, Loss, Optimizer, Setting
 from lowtide.tools.estimate.step import estimate
 from lowtide.tools.estimate.training import measure, training
 from tests.support.extended import all_extended_but
-from tests.tools.estimate.conftest import TINY_GPT2, TINY_LLAMA
+from tests.tools.estimate.conftest import TINY_BART, TINY_GPT2, TINY_LLAMA
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 
@@ -30,6 +30,24 @@ def test_estimate_matches_cpu_allocator(config, model, dtype, checkpointing, opt
     foretold = estimate(setting, loss, "cpu")
     # Nothing is left out but what operators hold inside and the grain of the other allocator.
     assert foretold.peak == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.float32, Dtype.autocast])
+def test_estimate_of_experts_matches_cpu_allocator(config, dtype, loss):
+    """torch refused the products of experts in float32 and float16, for fake tensors alone."""
+    pytest.importorskip("transformers")
+    path = config(TINY_LLAMA, model_type="mixtral", num_local_experts=4)
+    setting = Setting(path, 1, 64, dtype, workspace=2**20)
+    assert estimate(setting, loss, "cpu").peak == pytest.approx(measured_peak(setting, loss), rel=0.01)
+
+
+@pytest.mark.parametrize("loss", Loss)
+def test_estimate_of_encoder_and_decoder_matches_cpu_allocator(config, loss):
+    """Bart adds a buffer to its logits, and makes a mask of padding that hides nothing."""
+    pytest.importorskip("transformers")
+    setting = Setting(config(TINY_BART), 1, 1024, workspace=2**20)
+    assert estimate(setting, loss, "cpu").peak == pytest.approx(measured_peak(setting, loss), rel=0.01)
 
 
 @pytest.mark.gpu
