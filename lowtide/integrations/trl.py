@@ -12,6 +12,7 @@ this callback is active, the model's own forward answers instead, with deferred 
 Shapes: B sequences, T tokens (one less after the shift), V classes; n tokens that have a label.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ class Forward:
         self.temperature = getattr(args, "temperature", 1.0)
         self.with_means = any(kind.__name__ in ("DPOConfig", "KTOConfig") for kind in type(args).__mro__)
         self.deferral = defer_logits(self.model, workspace=workspace)
+        # `generate` looks there for position_ids, logits_to_keep and the images of a prompt.
+        self.__signature__ = inspect.signature(self.model.forward)
         self.theirs, self.model.forward = self.model.forward, self
 
     def undo(self) -> None:

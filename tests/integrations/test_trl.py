@@ -99,6 +99,29 @@ def test_fields_and_gradients(name, training):
     assert not isinstance(vars(model)["forward"], Forward)
 
 
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "LlamaForCausalLM"])
+def test_generation(kind):
+    """`generate` counts positions after the padding, and makes logits of one token at a time."""
+    model = build(kind, pad_token_id=0).eval()
+    add_fused_lm_head(model)
+    tokens = batch()["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    inputs = {"input_ids": tokens * mask, "attention_mask": mask}
+    shapes = []
+    model.get_output_embeddings().register_forward_hook(lambda *call: shapes.append(call[-1].shape))
+
+    def logits():
+        options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        return torch.stack(model.generate(**inputs, max_new_tokens=5, eos_token_id=None, **options).logits)
+
+    expected = logits()
+    forward = Forward(model, trl.GRPOConfig(use_cpu=True, bf16=False))
+    assert torch.equal(logits(), expected)
+    assert shapes == [(len(tokens), 1, V)] * 10
+    forward.undo()
+
+
 def words():
     names = ["<pad>", "<s>", "</s>", *(f"w{number}" for number in range(V - 3))]
     model = tokenizers.models.WordLevel({name: place for place, name in enumerate(names)}, "<pad>")
