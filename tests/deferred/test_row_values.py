@@ -1,10 +1,13 @@
 """A number a row, or a few: the same as of real logits, gradients included, and no logits."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import lowtide
+from lowtide.deferred import RealLogitsWarning
 from lowtide.deferred.operations.log_probs import log_probs
 from lowtide.deferred.recorded import chunks
 from tests.deferred.helpers import B, T, V, make, plain_and_deferred, roundings
@@ -46,6 +49,12 @@ DIFFERENTIABLE = {
     "entropy": entropy,
     "sum of log-probabilities": lambda z: -F.log_softmax(z, dim=-1).sum(-1, keepdim=True),
     "mean": lambda z: z.mean(dim=-1),
+    "mean of all": lambda z: z.mean(),
+    "mean of a row": lambda z: z[1, 2].mean(),
+    "mean of all, shifted, kept": lambda z: z[..., :-1, :].mean(keepdim=True, dim=()),
+    "sum over positions and classes": lambda z: torch.sum(z.float(), (-1, 1), dtype=torch.float64),
+    "entropy of all": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum() / (B * T),
+    "classes second, sum of all": lambda z: z.transpose(1, 2).tanh().sum(dim=(0, 1, 2)),
     "largest": lambda z: z.max(dim=-1).values,
     "largest, kept": lambda z: torch.max(z, -1, keepdim=True)[0],
     "amax": lambda z: z.softmax(-1).amax(-1),
@@ -155,6 +164,48 @@ def test_row_metadata():
         assert torch.zeros_like(logits).device.type == "cpu"
         assert repr(logits) == "DeferredLogits(shape=[3, 7, 63], dtype=torch.bfloat16, device=cpu)"
         assert deferral.materialized == {}
+
+
+def test_mean_of_half_precision_logits():
+    """It is summed in float32 and rounded once, as torch's is."""
+    model, tokens, _ = make(dtype=torch.bfloat16)
+    logits = model(tokens)[0]
+    with lowtide.defer_logits(model) as deferral:
+        found, total = model(tokens)[0].mean(), model(tokens)[0].sum(dtype=torch.float64)
+    assert deferral.materialized == {}
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, logits.double().mean().bfloat16(), rtol=2**-8, atol=0)
+    torch.testing.assert_close(total, logits.double().sum(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.int64}, {"dim": (0, 1)}, {"dim": (0, 1, 0)}])
+def test_sum_with_real_logits(options):
+    """A sum of numbers that are rounded first, one over rows alone, and one that torch refuses."""
+    model, tokens, _ = make()
+    real = model(tokens)[0].detach()
+    refused = len(options.get("dim", ())) == 3
+    with lowtide.defer_logits(model) as deferral:
+        logits = model(tokens)[0].detach()
+        outcome = pytest.raises(RuntimeError, match="multiple times") if refused else contextlib.nullcontext()
+        with outcome, pytest.warns(RealLogitsWarning, match="torch.sum"):
+            found = logits.sum(**options)
+    assert refused or torch.equal(found, real.sum(**options))
+    assert deferral.materialized == {"torch.sum": 1}
+
+
+def test_log_probs_by_chunks():
+    """All four results of a head that the operators do not take, in one pass of chunks."""
+    model, tokens, _ = make(bias=True)
+
+    def use(model):
+        logits = model(tokens)[0] * torch.linspace(0.5, 2, V, dtype=torch.float64)
+        found = log_probs(logits, INDEX)
+        assert torch.equal(found.argmax, logits.argmax(-1))
+        return torch.stack(found[:3])
+
+    expected, found, deferral = plain_and_deferred(model, use)
+    assert (deferral.fused, deferral.materialized) == (1, {})
+    close(found, expected, roundings=roundings(model, use, expected))
 
 
 def test_entropy_with_impossible_class():

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowtide.core.autodiff import in_shape
 from lowtide.core.checks import HALVES
 from lowtide.core.collectives import is_dtensor
+from lowtide.core.row_function import Tensors
 from lowtide.deferred.operations.row_values import by_rows, class_dim, counted
 from lowtide.deferred.proxies.counts import FUSED_LOSS
 from lowtide.deferred.proxies.handlers import handles
@@ -100,12 +101,19 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
         results = _log_probs(head, flat, input.head_call.workspace)
         first = input.head_call.counts.on(results.log_prob, FUSED_LOSS)
         return dispatch.LogProbs(*(in_shape(each, input.rows) for each in results._replace(log_prob=first)))
-    log_p = input.float().log_softmax(-1)
-    return dispatch.LogProbs(
+    if deferred:
+        first, *others = by_rows(input, 4, _log_probs_of_rows, target)
+        return dispatch.LogProbs(counted(input, first), *others)
+    return dispatch.LogProbs(*_log_probs_of_rows(input, target))
+
+
+def _log_probs_of_rows(z_V: Any, target: Tensor) -> Tensors:
+    log_p = z_V.to(torch.promote_types(z_V.dtype, torch.float32)).log_softmax(-1)
+    return (
         log_p.gather(-1, target[..., None])[..., 0],
         -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1),
-        input.float().logsumexp(-1),
-        input.argmax(-1),
+        z_V.to(log_p.dtype).logsumexp(-1),
+        z_V.argmax(-1),
     )
 
 

@@ -23,7 +23,7 @@ OPERATIONS = {
     "reflected": (lambda z: 1 - z, r"Tensor\.__rsub__"),
     "on the right": (lambda z: torch.ones(B, T, 1, dtype=z.dtype) * z, "mul"),
     "comparison": (lambda z: torch.where(z > 0, z, -z), r"Tensor\.__gt__"),
-    "of all": (lambda z: z.sum(), r"torch\.sum"),
+    "of all": (lambda z: z.std(), r"torch\.std"),
     "over rows": (lambda z: z.softmax(1), r"torch\.softmax"),
     "largest of all": (lambda z: z.max(), r"torch\.max"),
     "a class": (lambda z: z[..., 3], r"Tensor\.__getitem__"),
