@@ -91,6 +91,11 @@ def check_head(head: Any) -> None:
             f"this {type(head).__name__} has no forward, so no logits of its own: pass head=, the one of its "
             "modules whose logits are to be deferred"
         )
+    if not isinstance(head, nn.Embedding) and classes(head) == 1:
+        raise ArgumentError(
+            f"this {type(head).__name__} has one output (a reward, a value), which takes hardly any memory; "
+            "pass head=, the module that makes the logits of many classes, or leave the model as it is"
+        )
     if isinstance(head, nn.Embedding) or classes(head) < 2:
         raise ArgumentError(
             f"{type(head).__name__} is no linear head: pass head=, the module whose forward multiplies "

@@ -72,6 +72,13 @@ def test_head_ambiguous():
         lowtide.defer_logits(model)
 
 
+def test_head_with_one_output():
+    model, _, _ = make()
+    model.score = nn.Linear(D, 1)
+    with pytest.raises(ValueError, match=r"this Linear has one output .* pass head="):
+        lowtide.defer_logits(model, head=model.score)
+
+
 def test_head_without_product():
     model, _, _ = make()
     model.activation = nn.ReLU()

@@ -41,9 +41,13 @@ DIFFERENTIABLE = {
     "log-probabilities by index": lambda z: z.view(-1, V).log_softmax(-1)[
         torch.arange(B * T), INDEX.flatten()
     ],
+    "log-probabilities along a dimension": lambda z: torch.take_along_dim(
+        z.log_softmax(-1), INDEX.unsqueeze(-1), dim=2
+    ).squeeze(-1),
     "log-probabilities of several": lambda z: z.log_softmax(-1).gather(-1, SEVERAL),
     "logits of a class": lambda z: z.gather(-1, INDEX[..., None]),
     "logits of several": lambda z: torch.gather(z, 2, SEVERAL),
+    "logits of several, along a dimension": lambda z: z.take_along_dim(SEVERAL, -1),
     "probabilities of a class": lambda z: z.softmax(-1).gather(-1, INDEX[..., None]),
     "selective": lambda z: z.gather(-1, INDEX[..., None]).squeeze(-1) - z.logsumexp(-1),
     "entropy": entropy,
@@ -120,6 +124,20 @@ def test_row_negative_index_refused():
     classes = f"target must hold classes from 0 to {V - 1}, got -100$"
     with lowtide.defer_logits(model), pytest.raises(IndexError, match=classes):
         model(tokens)[0].log_softmax(-1).gather(-1, torch.full((B, T, 1), -100))
+
+
+def test_row_index_from_the_end():
+    """take_along_dim counts a negative index from the end, in versions of torch that do so."""
+    model, tokens, _ = make()
+    logits, index = model(tokens)[0], torch.full((B, T, 1), -2)
+    try:
+        expected = logits.take_along_dim(index, -1)
+    except RuntimeError:
+        pytest.skip("this torch refuses negative indices")
+    with lowtide.defer_logits(model) as deferral:
+        found = model(tokens)[0].take_along_dim(index, -1)
+    assert deferral.materialized == {}
+    close(found, expected)
 
 
 def test_row_values_no_grad():

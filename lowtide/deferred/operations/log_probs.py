@@ -58,6 +58,14 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
     return counted(input, result)
 
 
+@handles("take_along_dim")
+def take_along_dim(input: DeferredLogits, indices: Any, dim: int | None = None) -> Any:
+    if class_dim(input, dim) is None or not isinstance(indices, Tensor):
+        return NotImplemented
+    # Unlike gather it counts negative indices from the end.
+    return gather(input, dim, torch.where(indices < 0, indices + input.classes, indices))  # type: ignore[arg-type]
+
+
 def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
     """Return each row's value at class `index` if the node computes on a log-softmax, else None.
 
