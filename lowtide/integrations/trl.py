@@ -12,6 +12,7 @@ this callback is active, the model's own forward answers instead, with deferred 
 Shapes: B sequences, T tokens (one less after the shift), V classes; n tokens that have a label.
 """
 
+import copy
 import inspect
 from typing import Any
 
@@ -96,6 +97,13 @@ class Forward:
     def undo(self) -> None:
         self.model.forward = self.theirs
         self.deferral.undo()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return TRL's own forward of the copied model: a copy is not deferred."""
+        return copy.deepcopy(self.theirs, memo)
+
+    def __reduce__(self) -> Any:
+        return self.theirs.__reduce__()
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head:

@@ -1,6 +1,7 @@
 """TRL's trainers, unmodified: what they log is what they log by themselves, with no logits made."""
 
 import copy
+import pickle
 import random
 
 import pytest
@@ -119,6 +120,27 @@ def test_generation(kind):
     forward = Forward(model, trl.GRPOConfig(use_cpu=True, bf16=False))
     assert torch.equal(logits(), expected)
     assert shapes == [(len(tokens), 1, V)] * 10
+    forward.undo()
+
+
+def test_copies():
+    """A copy has TRL's forward and its own weights; a pickle is the plain model, as without us."""
+    model = build("LlamaForCausalLM")
+    add_fused_lm_head(model)
+    expected = asked(model).log_probs
+    forward = Forward(model, trl.SFTConfig(use_cpu=True, bf16=False))
+    copied = copy.deepcopy(model)
+    assert type(copied.lm_head) is torch.nn.Linear
+    torch.testing.assert_close(asked(copied).log_probs, expected)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+    found = asked(copied).log_probs
+    torch.testing.assert_close(found, torch.where(expected == 0, 0.0, -torch.tensor(V).log()))
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded.lm_head) is torch.nn.Linear
+    assert torch.equal(loaded(**batch()).logits, copy.deepcopy(loaded)(**batch()).logits)
+    assert forward.deferral.fused == 0
+    torch.testing.assert_close(asked(model).log_probs, expected)
     forward.undo()
 
 
