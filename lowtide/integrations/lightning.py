@@ -30,9 +30,11 @@ class LightningDeferralCallback(DeferralCallback, Callback):
         self.head, self.workspace = head, workspace
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        self._undo()  # An earlier run may have ended in an error.
         head = None if self.head is None else pl_module.get_submodule(self.head)
         self.deferral = defer_logits(pl_module, head=head, workspace=self.workspace)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         self._undo()
+
+    def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
+        self._undo()  # Lightning does not call on_fit_end after an error or an interrupt.

@@ -24,7 +24,7 @@ class Module(lightning.LightningModule):
         super().__init__()
         self.model = GPT()
         self.extra = torch.nn.Linear(16, V)  # as many outputs as the head
-        self.seen, self.fails = [], False
+        self.seen, self.fails, self.interrupts = [], False, False
 
     def training_step(self, batch, index):
         if self.fails and index == 1:
@@ -35,6 +35,8 @@ class Module(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch, index):
+        if self.interrupts:
+            raise KeyboardInterrupt
         logits, _ = self.model(batch)
         assert isinstance(logits, torch.Tensor)
 
@@ -90,8 +92,18 @@ def test_fit_after_error(tmp_path):
     with pytest.raises(RuntimeError, match="out of luck"):
         fitted(module, tmp_path, callbacks=[callback])
     first, module.fails = callback.deferral, False
+    assert type(first.head) is torch.nn.Linear
     fitted(module, tmp_path, callbacks=[callback])
     assert (first.fused, callback.deferral.fused) == (1, 4)
+
+
+def test_fit_interrupted(tmp_path):
+    """Lightning ends a fit that Ctrl-C interrupts without on_fit_end."""
+    module, callback = Module(), LightningDeferralCallback("model.lm_head")
+    module.interrupts = True
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fitted(module, tmp_path, callbacks=[callback])
+    assert type(callback.deferral.head) is torch.nn.Linear
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true"])
