@@ -91,7 +91,7 @@ def spelled(name: str) -> str:
     """Return the name as users write it: torch.sin, Tensor.__getitem__."""
     if name[:2] != "__":
         for place, owner in (("torch", torch), ("torch.nn.functional", torch.nn.functional)):
-            if hasattr(owner, name):
+            if callable(getattr(owner, name, None)):  # torch.cpu is a module.
                 return f"{place}.{name}"
     return f"Tensor.{name}"
 

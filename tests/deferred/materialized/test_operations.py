@@ -29,6 +29,7 @@ OPERATIONS = {
     "a class": (lambda z: z[..., 3], r"Tensor\.__getitem__"),
     "a new dimension": (lambda z: z[None], r"Tensor\.__getitem__"),
     "mixing view": (lambda z: z.view(-1), r"Tensor\.view|torch\.view"),
+    "moved": (lambda z: z.cpu(), r"Tensor\.cpu"),
     "stack": (lambda z: torch.stack([z, z]), r"torch\.stack"),
     "einsum": (lambda z: torch.einsum("btv,btv->bt", z, z), r"torch\.einsum"),
     "after scale and cap": (lambda z: (7 * torch.tanh(z.float() / 7)).sigmoid(), r"torch\.sigmoid"),
