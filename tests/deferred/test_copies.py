@@ -73,6 +73,72 @@ def test_change_of_the_logits_themselves():
     close(found, expected)
 
 
+def scaled_and_shifted(z):
+    same = z
+    same *= torch.tensor(2.0, dtype=z.dtype)
+    z.sub_(1)
+    z += torch.linspace(0, 1, V, dtype=z.dtype)
+    return z
+
+
+def capped_in_place(z):
+    return (z.tanh_() * 5).neg_()
+
+
+def read_before_and_after(z):
+    kept = z.log_softmax(-1)
+    z /= 0.7
+    return z + 2 * kept
+
+
+@pytest.mark.parametrize(
+    "change", [lambda z: z.div_(0.7), scaled_and_shifted, capped_in_place, read_before_and_after]
+)
+def test_change_recorded(change):
+    """Logits that share their memory with no others stay deferred: `logits /= temperature`."""
+    model, tokens, targets = make()
+
+    def use(model):
+        return F.cross_entropy(change(model(tokens)[0]).flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    expected, found, deferral = plain_and_deferred(model, use)
+    assert (deferral.fused, deferral.materialized) == (1, {})
+    close(found, expected)
+
+
+def beside_a_view(z):
+    view = z[:, 1:]
+    z *= 2
+    return z.logsumexp(-1).sum() + view.logsumexp(-1).sum()
+
+
+def numbers_alone(z):
+    with torch.no_grad():
+        z *= 2
+    return z.logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize(
+    "use", [beside_a_view, numbers_alone, lambda z: z.add_(1, alpha=2).logsumexp(-1).sum()]
+)
+def test_change_made_real(use):
+    model, tokens, _ = make()
+    expected, found, deferral = plain_and_deferred(model, lambda model: use(model(tokens)[0]))
+    assert sum(deferral.materialized.values()) == 1
+    close(found, expected)
+
+
+def test_change_after_another_form_refused():
+    """Its tensor, which code may still hold, would have to change too."""
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model):
+        logits = model(tokens)[0]
+        seen = logits.detach().materialize()
+        with pytest.raises(RuntimeError, match="other forms have been made already"):
+            logits *= 2
+    assert seen.shape == (B, T, V)
+
+
 def bias_of_some_classes(z):
     z[..., :5] += 0.25
 

@@ -168,6 +168,28 @@ class DeferredLogits(TensorAttributes):
         """Return the tensor, for code that accepts only a tensor."""
         return self.real("materialize")
 
+    def _record_change(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Record a change in place (`/=`, `mul_`) of logits that share their memory with no others.
+
+        Without gradients torch changes the numbers, but not where their gradients go.
+
+        Returns:
+            False if the change is none that can be recorded.
+        """
+        handler = HANDLERS.get(name[3:-2] if name[:3] == "__i" else name[:-1])
+        refused = self.one_of_several or self.head_call.in_other_checkpoint
+        kept = self.requires_grad and not torch.is_grad_enabled()
+        if handler is None or refused or kept or kwargs or len(args) > 2 or not self.storage.is_unshared:
+            return False
+        result = handler.function(*args)
+        if not isinstance(result, DeferredLogits) or result.storage is self.storage:
+            return False
+        if (result.shape, result.dtype, result.stride()) != (self.shape, self.dtype, self.stride()):
+            return False
+        vars(self).update(vars(result))
+        self.storage.add(self)
+        return True
+
     @classmethod
     def call(cls, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", str(function))
@@ -195,6 +217,8 @@ class DeferredLogits(TensorAttributes):
         changes = is_in_place(name) or kwargs.get("inplace") is True
         target = kwargs.get("out", args[0] if args and changes else None)
         if isinstance(target, DeferredLogits):
+            if is_torchs(function, name) and target._record_change(name, args, kwargs):
+                return target
             target.storage.real_to_change(target, operation)
         args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
         return function(*args, **kwargs)

@@ -56,6 +56,12 @@ class Storage:
         elif self.living is not None:
             self.living[id(logits)] = logits
 
+    @property
+    def is_unshared(self) -> bool:
+        """Return True if code can use one of these logits alone, and none has been a tensor."""
+        alone = not self.traced and self.living is not None and len(self.living) == 1
+        return alone and not (self.times_made or self.tensor is not None or self.changed or self.before)
+
     def notice(self) -> None:
         """Record a change that real logits took as a tensor, without a call of these logits."""
         if self.changed is not None or self.times_made == 0 or torch.compiler.is_compiling():

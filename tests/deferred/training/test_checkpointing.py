@@ -153,7 +153,8 @@ def test_change_in_place_within_one_checkpoint(change):
     with lowtide.defer_logits(model) as deferral, warnings.catch_warnings():
         warnings.simplefilter("ignore", RealLogitsWarning)
         close(gradients(), expected)
-    assert sum(deferral.materialized.values()) == 2  # once in each run
+    # The division is recorded; the other change makes real logits in each run.
+    assert sum(deferral.materialized.values()) == (0 if change == "div_" else 2)
 
 
 def test_change_in_place_of_logits_made_outside_the_checkpoint():
