@@ -24,7 +24,10 @@ INSTEAD_OF = {
     ),
     "use_token_scaling": "pass row_weight, the probabilities of the targets without gradient",
     **dict.fromkeys(("accum_dtype", "accum_e_fp32", "accum_c_fp32"), "pass nothing: sums are float32"),
-    **dict.fromkeys(("filter_eps", "impl"), "pass nothing: every gradient is exact"),
+    **dict.fromkeys(
+        ("filter_eps", "filter_e_grad", "filter_c_grad", "impl"), "pass nothing: every gradient is exact"
+    ),
+    "return_lse": "take logsumexp of lowtide.linear_log_probs",
     "shift": "slice: input[:, :-1] and target[:, 1:]",
     "vocab_parallel_options": "pass group",
     **dict.fromkeys(
