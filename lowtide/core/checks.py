@@ -29,7 +29,7 @@ def check_tensors(named: Mapping[str, object]) -> None:
 
 
 def _for_module(module: torch.nn.Module, weight: str) -> str:
-    """Advise on a module in the place of a head's weight, an argument of this name."""
+    """Return advice for a module passed as a head's weight, the argument named `weight`."""
     *_, (name, last) = module.named_modules()
     if not isinstance(last, torch.nn.Linear):
         return "; lowtide.chunked_loss takes any module as head"

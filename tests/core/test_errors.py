@@ -25,8 +25,8 @@ TABLES = (
     (lowtide.distillation.forward_kl, distillation.INSTEAD_OF),
     (lowtide.distillation.jensen_shannon, {"jsd_beta": "pass beta"}),
 )
-# The arguments of Liger 0.8.5's function and module, of Cut Cross-Entropy 25.1.1 and its main branch,
-# and of torch 2.13's function.
+# The arguments of Liger 0.8.5's function and module, of Cut Cross-Entropy 25.1.1 and its main
+# branch, and of torch 2.13's function.
 LIGER = ("bias", "ce_weight", "lse_square_scale", "return_z_loss", "accum_dtype", "use_token_scaling")
 LIGER += ("chunk_mem_const", "return_token_accuracy", "return_predicted_tokens", "lin_weight", "_input")
 OTHERS = (

@@ -1,7 +1,7 @@
-"""Define what logits share that would be views of the same memory as real tensors.
+"""Define what deferred logits share that, as real tensors, would be views of the same memory.
 
-A change in place of one of them would change the others. If code can still use others, the whole
-logits are materialised before the change, and all become views of them.
+A change of one of them in place would change the others. If code can still use others, the whole
+logits are materialised before the change, and all the logits become views of them.
 """
 
 import functools
@@ -30,7 +30,7 @@ class View(NamedTuple):
 
 
 class Storage:
-    """Hold what all logits share that would be views of the same memory as real tensors."""
+    """Hold what all logits share that, as real tensors, would be views of the same memory."""
 
     def __init__(self, node: Any, meta: Tensor, head_call: HeadCall, class_dim: int) -> None:
         self.definition = (node, meta, head_call, class_dim)
@@ -63,7 +63,7 @@ class Storage:
         return alone and not (self.times_made or self.tensor is not None or self.changed or self.before)
 
     def notice(self) -> None:
-        """Record a change that real logits took as a tensor, without a call of these logits."""
+        """Record a change that was made to the tensor of materialised logits, not through them."""
         if self.changed is not None or self.times_made == 0 or torch.compiler.is_compiling():
             return
         for each in () if self.living is None else list(self.living.values()):
@@ -73,13 +73,13 @@ class Storage:
                     self.tensor = each.made
 
     def view(self, path: tuple[View, ...]) -> Tensor | None:
-        """Return the view of the whole logits that a path leads to, once one has been changed."""
+        """Return the view that a path leads to, or None if no change has been recorded yet."""
         if self.tensor is None:
             return None
         return functools.reduce(lambda tensor, view: view.of(tensor), path, self.tensor)
 
     def check(self) -> None:
-        """Raise an error if logits were changed in place, for others that have not followed."""
+        """Raise an error if a change in place has not reached the logits that call this."""
         changed = self.changed or (None if self.before is None else self.before.changed)
         if changed is not None:
             raise RuntimeError(

@@ -173,12 +173,12 @@ def _memory(
 
 
 def _with_tile(counts: ByteCounts, rows: int, row: int) -> ByteCounts:
-    """Return the counts with a tile of so many rows in the pass in torch, each of `row` bytes."""
+    """Return the counts if a tile of the pass in torch has so many rows, each of `row` bytes."""
     return replace(counts, fixed=counts.fixed + (rows - 1) * row)
 
 
 def _rows_in_gradient(heads: Heads) -> int:
-    """Return for how many rows both heads' float32 logits fit in a bfloat16 gradient [V, D]."""
+    """Return the number of rows whose float32 logits, of both heads, fit in a bfloat16 [V, D]."""
     V, D = heads.student_weight.shape
     return V * D // 2 // (2 * padded(V, ALIGNMENT)) if V else 0
 

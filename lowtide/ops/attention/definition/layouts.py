@@ -130,7 +130,7 @@ def _flat_mask(mask: Tensor, batches: torch.Size) -> Tensor:
 
 
 def _instead_of_expanding(own: torch.Size, batches: torch.Size) -> str:
-    """Return advice for a mask that differs in some of several batch dimensions, as windows do."""
+    """Return advice for a mask that differs along some of the batch dimensions, as for windows."""
     if any(size not in (1, batch) for size, batch in zip(own, batches)):
         return ""
     dim = next(dim for dim, size in enumerate(own) if size != 1)

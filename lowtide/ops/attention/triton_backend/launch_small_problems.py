@@ -25,7 +25,7 @@ from lowtide.ops.attention.triton_backend.tile_sizes import Tile
 FEWEST = 264
 # The programs that run at once on an H200: two per multiprocessor, in backward and for a bias.
 AT_ONCE = 264
-# The most programs of forward and of backward, if there are no more heads than that.
+# The most programs of forward and of backward, unless there are more heads.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 1056, AT_ONCE
 # A shared bias with fewer tiles than this may have several programs per tile, at most so many in
 # all. Each of them sums over a part of the problems that share the bias.
@@ -125,8 +125,8 @@ def short_bias_gradient(call: KernelCall) -> Tensor | None:
 def _bias_runs(programs: int, problems: int) -> tuple[int, int]:
     """Return the number of runs for one tile of a bias, and the number of problems of each run.
 
-    All programs of a wave end at about the same time, so the time is the number of waves times the
-    problems of a run. Two more problems stand for a program's beginning and end (decision 0097).
+    All programs of a wave end at about the same time. So the time is the number of waves times the
+    problems of a run, where a program's beginning and end count as two more (decision 0097).
     """
 
     def time(runs: int) -> int:

@@ -2,9 +2,11 @@
 
 A tensor in a closure or a global would get no gradient, because it is no input of the call's
 autograd function. A tensor that head or loss_fn keeps from a chunk depends on the chunk's copies,
-and gradients of these are read only while the loop over the chunks runs. A leaf of the graph that
-they make in a chunk (to differentiate an energy by it) gets none either, but is gone after it, so
-that nobody misses one.
+and gradients of these are read only while the loop over the chunks runs.
+
+Head or loss_fn may also make a leaf within a chunk, to differentiate an energy by it. It gets no
+gradient from the call either. This is allowed if the leaf is gone after its chunk, because then
+nobody can ask for its gradient.
 """
 
 import gc
@@ -54,10 +56,10 @@ class ChunkPass:
 
 
 def own_leaves(functional: Functional, loss: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
-    """Return where the graph of `loss` begins beside the known tensors.
+    """Return the leaves of the graph of `loss` that are none of the known tensors.
 
-    Head or loss_fn have made these leaves, or reach them by a way that `_captured` does not know:
-    `check_gone` tells.
+    Head or loss_fn have made these leaves, or reach them in a way that `_captured` does not follow.
+    `check_gone` tells the two apart.
     """
     ids = {id(tensor) for tensor in known}
     others = [leaf for leaf in _leaves(loss, known) if id(leaf) not in ids]
@@ -70,9 +72,9 @@ def own_leaves(functional: Functional, loss: Tensor, known: Sequence[Tensor]) ->
 
 
 def check_gone(own: Sequence["weakref.ref[Tensor]"]) -> None:
-    """Raise for own leaves that live on after their chunks: these might miss their gradient."""
+    """Raise if own leaves live on after their chunks, because their gradient may be missed."""
     if any(leaf() is not None for leaf in own):
-        gc.collect()  # some may only be waiting for this
+        gc.collect()  # a leaf in a cycle of references lives until then
     alive = {id(leaf): leaf for leaf in (each() for each in own) if leaf is not None}
     if alive:
         raise captured_error([_described(leaf) for leaf in alive.values()])
@@ -127,7 +129,7 @@ def _captured(functional: Functional) -> Iterator[tuple[str, Tensor]]:
 
 
 def _leaves(loss: Tensor, known: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves of the graph of `loss`, but none that lie beyond the known tensors."""
+    """Return the leaves of the graph of `loss`; the search does not go past the known tensors."""
     if loss.grad_fn is None:
         return [loss] if loss.requires_grad else []
     ends = {tensor.grad_fn for tensor in known}

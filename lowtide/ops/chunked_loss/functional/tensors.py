@@ -59,8 +59,8 @@ class Functional:
         self.parts = [
             part for prefix, module in self.modules.items() for part in module.named_modules(prefix=prefix)
         ]
-        # A module may have several names, but its parameters are replaced once: the second time,
-        # the first one's copies would be taken for the originals and left there.
+        # A module may have several names, but its parameters are replaced once. A second
+        # replacement would take the first one's copies for the originals, and leave them there.
         self._parameters = [
             (part._parameters, name, self._places[id(parameter)])
             for part in {id(part): part for _, part in self.parts}.values()
@@ -104,9 +104,9 @@ class Functional:
 
 
 def _refuse_integers(hidden: Sequence[Tensor], error: RuntimeError) -> None:
-    """Raise if all of hidden is integers: then the error of head most likely comes from them.
+    """Raise if all of hidden is integers, since the error of head most likely comes from that.
 
-    A head that looks them up in a table takes integers, so they are no error by themselves.
+    A head that looks them up in a table takes integers. So this is checked only after an error.
     """
     if type(error) in (RuntimeError, NotImplementedError) and not any(
         each.is_floating_point() or each.is_complex() for each in hidden
