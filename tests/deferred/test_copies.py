@@ -128,6 +128,25 @@ def test_change_made_real(use):
     close(found, expected)
 
 
+@pytest.mark.parametrize("make_real", [lambda z: z.relu_(), lambda z: z.requires_grad_()])
+def test_change_by_real_logits(make_real):
+    """An operand that is a tensor by now is not recorded: it has other numbers, or is a leaf."""
+    model, tokens, _ = make()
+
+    def use(model):
+        logits = model(tokens)[0]
+        other = logits.detach().clone()
+        make_real(other)
+        logits += other
+        if other.requires_grad:
+            logits.logsumexp(-1).sum().backward(retain_graph=True)
+            logits = logits * other.grad
+        return logits.logsumexp(-1).sum()
+
+    expected, found, _ = plain_and_deferred(model, use)
+    close(found, expected)
+
+
 def test_change_after_another_form_refused():
     """Its tensor, which code may still hold, would have to change too."""
     model, tokens, _ = make()

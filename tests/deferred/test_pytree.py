@@ -331,6 +331,19 @@ def test_change_of_a_view_behind_a_function():
     assert Copying.passed == 2
 
 
+def test_change_before_a_function():
+    """The logits that have passed may be views, depending on the Function; so they are refused."""
+    model, tokens, _ = make()
+    with lowtide.defer_logits(model):
+        before = model(tokens)[0]
+        leaves, spec = tree_flatten(before)
+        z = tree_unflatten(Copying.apply(*leaves), spec)
+        before *= 2
+        before.logsumexp(-1)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            z.logsumexp(-1)
+
+
 @pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
 def test_mapped_over_two_outputs():
     """The function chooses of which; structures are equal wherever both have logits."""

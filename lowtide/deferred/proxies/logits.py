@@ -186,6 +186,7 @@ class DeferredLogits(TensorAttributes):
             return False
         if (result.shape, result.dtype, result.stride()) != (self.shape, self.dtype, self.stride()):
             return False
+        self.storage.changed = name  # for logits behind an autograd.Function (Storage.before)
         vars(self).update(vars(result))
         self.storage.add(self)
         return True
@@ -197,13 +198,14 @@ class DeferredLogits(TensorAttributes):
         deferred = [each for each in flat((args, kwargs)) if isinstance(each, DeferredLogits)]
         _check_gradients(deferred)
         # Logits without classes take no memory; torch handles them.
+        recordable = all(each.known is None and each.classes for each in deferred)
+        recordable = recordable and is_torchs(function, name)
         if (
-            handler is not None
+            recordable
+            and handler is not None
             and "out" not in kwargs
             and (handler.keywords is None or handler.keywords >= kwargs.keys())
             and (handler.anywhere or isinstance(args[0] if args else kwargs.get("input"), DeferredLogits))
-            and all(each.known is None and each.classes for each in deferred)
-            and is_torchs(function, name)
         ):
             result = handler.function(*args, **kwargs)
             if result is not NotImplemented:
@@ -217,7 +219,7 @@ class DeferredLogits(TensorAttributes):
         changes = is_in_place(name) or kwargs.get("inplace") is True
         target = kwargs.get("out", args[0] if args and changes else None)
         if isinstance(target, DeferredLogits):
-            if is_torchs(function, name) and target._record_change(name, args, kwargs):
+            if recordable and target._record_change(name, args, kwargs):
                 return target
             target.storage.real_to_change(target, operation)
         args, kwargs = replaced((tuple(args), kwargs), DeferredLogits, lambda each: each.real(operation))
