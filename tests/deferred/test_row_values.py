@@ -140,6 +140,14 @@ def test_row_index_from_the_end():
     close(found, expected)
 
 
+def test_row_index_of_truth_values_refused():
+    model, tokens, _ = make()
+    index = torch.ones(B, T, 1, dtype=torch.bool)
+    refused, warned = pytest.raises(RuntimeError, match="should be Long"), pytest.warns(RealLogitsWarning)
+    with lowtide.defer_logits(model), refused, warned:
+        model(tokens)[0].take_along_dim(index, -1)
+
+
 def test_row_values_no_grad():
     model, tokens, _ = make()
     with lowtide.defer_logits(model):

@@ -60,7 +60,7 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
 
 @handles("take_along_dim")
 def take_along_dim(input: DeferredLogits, indices: Any, dim: int | None = None) -> Any:
-    if class_dim(input, dim) is None or not isinstance(indices, Tensor):
+    if class_dim(input, dim) is None or not isinstance(indices, Tensor) or indices.dtype != torch.int64:
         return NotImplemented
     # Unlike gather it counts negative indices from the end.
     return gather(input, dim, torch.where(indices < 0, indices + input.classes, indices))  # type: ignore[arg-type]

@@ -40,8 +40,8 @@ def by_rows(
     chunk is kept. A half-precision parameter's gradient is summed over the chunks in float32.
 
     A chunk has as many rows as fit into `workspace` bytes; None takes the default, which depends on
-    the dtype. With `as_logits` it is that of the first product's dtype: then a cast changes no
-    chunk, and all logits come from products of equal shapes.
+    the dtype. With `as_logits` it is that of the first product's dtype: then a cast to float32
+    changes no chunk, and all logits come from products of equal shapes.
     """
     node = expression.with_whole_weights(node)
     inputs: list[Tensor] = []
