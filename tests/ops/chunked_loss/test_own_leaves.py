@@ -103,6 +103,15 @@ def test_kept_leaf(device, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_leaf_beside_a_captured_parameter(device, mode):
+    """The error names the parameter alone: the leaf is none that reaches the chunk."""
+    head, *rows = make(device)
+    scale = torch.ones((), dtype=torch.float64, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="a global: scale would get none"):
+        chunked_loss(lambda *call: loss_fn(*call) * scale, head, *rows, chunk_size=4, mode=mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_parameter_without_a_name(mode):
     """No name in the code leads to it, nor does Python hold it: it is of a scripted module."""
     scripted = [[torch.jit.trace(nn.Linear(3, 2), torch.randn(1, 3))]]

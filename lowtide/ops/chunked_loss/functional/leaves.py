@@ -66,8 +66,9 @@ def own_leaves(functional: Functional, loss: Tensor, known: Sequence[Tensor]) ->
     if any(_is_of_pass(leaf) for leaf in others):
         raise kept_error()
     names = {id(tensor): name for name, tensor in _captured(functional)} if others else {}
-    if any(id(leaf) in names for leaf in others):
-        raise captured_error([names.get(id(leaf), _described(leaf)) for leaf in others])
+    captured = [names[id(leaf)] for leaf in others if id(leaf) in names]
+    if captured:
+        raise captured_error(captured)
     return others
 
 
