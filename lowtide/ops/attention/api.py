@@ -147,7 +147,9 @@ def memory_efficient_attention(
         what all scores take in the operands' dtype. If that is too little for 128 keys of one batch
         and key head, it takes the memory for these; with a shared bias, for 128 keys of all batches
         and heads that share it. In half precision it then also holds a float32 gradient of the
-        queries of these heads.
+        queries of these heads. Where a kernel of its own sums a shared bias's gradient, backward in
+        half precision may hold a copy of the bias, no larger than the gradient of key (of value, if
+        key needs none).
         Forward of "triton" in float32 also holds key and value split into bfloat16 pieces. Three
         pieces take 1.5 times the tensor's memory. Where torch allows TF32 there are two, which take
         as much as the tensor. Query is split in memory too if it has more features than a tile (64

@@ -102,8 +102,10 @@ def short_bias_gradient(call: KernelCall) -> Tensor | None:
     assert bias is not None
     B, H, _, M, N, _, _ = call.size
     turned_bias, gradient = None, call.grad_value if call.grad_key is None else call.grad_key
-    if call.pieces == 1 and gradient is not None and bias.numel() <= gradient.numel():
-        turned_bias = bias.new_empty(*bias.shape[:2], N, cdiv(M, VECTOR) * VECTOR)
+    turned_shape = (*bias.shape[:2], N, cdiv(M, VECTOR) * VECTOR)
+    turned_bytes = math.prod(turned_shape) * bias.itemsize
+    if call.pieces == 1 and gradient is not None and turned_bytes <= gradient.nbytes:
+        turned_bias = bias.new_empty(turned_shape)
     tile, (own_batches, own_heads, *_) = call.tile("short bias"), grad_bias.shape
     tiles, batches, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), B // own_batches, H // own_heads
     programs = math.prod(tiles) * own_batches * own_heads

@@ -1,12 +1,15 @@
 """The gradient of a bias of short problems, from scores that are computed again: through the
 interpreter on the CPU, for real on a GPU. The same truth and budget as the other kernels have."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lowtide import attn_bias as masks
 from tests.ops.attention.helpers import (
     INTERPRETED,
+    check,
     check_same_bits,
     check_triton,
     differentiate,
@@ -55,7 +58,7 @@ CASES = {
 
 
 def case_of(device, **more):
-    """Makes a call whose bias is no larger than its key, if `more` does not change that."""
+    """Makes a call whose turned bias is no larger than its key, if `more` does not change that."""
     sizes = {"B": 3, "M": 70, "N": 75, "H": 2, "K": 24, "bias": (0, 1, 1, 1), "dtype": torch.float16}
     return make_case(**sizes | more, device=device)
 
@@ -123,6 +126,23 @@ def test_turned_bias(device, launches, M):
 def test_large_bias_not_turned(device, launches):
     check_triton(case_of(device, K=23))
     assert launches == [None]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "M", "K", "turns"),
+    [(torch.float16, 65, 22, False), (torch.float32, 70, 24, False), (torch.float32, 70, 48, True)],
+)
+def test_turned_bias_no_larger_than_gradient_of_key(device, launches, dtype, M, K, turns):
+    """In bytes, padding included; the bias may have wider numbers than query, key and value."""
+    skip_unless_runnable("triton", device)
+    case = case_of(device, M=M, N=37, K=K)
+    upstream = make_upstream(case)
+    wide = replace(case, bias=case.bias.detach().to(dtype).requires_grad_())
+    found = differentiate(ours, wide, upstream, backend="triton")
+    (turned,) = launches
+    assert (turned is not None) == turns
+    assert turned is None or turned.nbytes <= found["key"].nbytes
+    check(found | {"bias": found["bias"].to(case.bias.dtype)}, case, upstream)
 
 
 @pytest.mark.parametrize("more", [{}, {"mask": masks.LowerTriangularMask(), "p": 0.4, "seed": 9}], ids=str)
