@@ -82,11 +82,13 @@ class BlockDiagonalMask(AttentionBias):
             )
         lengths = [tensor.shape[1] for tensor in tensors for _ in range(tensor.shape[0])]
         mask = cls(lengths, lengths, [tensor.shape[0] for tensor in tensors])
-        flat = [tensor.reshape(1, -1, *tensor.shape[2:]) for tensor in tensors]
-        return mask, torch.cat(flat, dim=1)
+        return mask, torch.cat([tensor.flatten(0, 1) for tensor in tensors])[None]
 
     def split(self, tensor: Tensor) -> list[Tensor]:
-        """Return the parts of a tensor that :meth:`from_tensor_list` joined, or of a result."""
+        """Return the parts of a tensor that :meth:`from_tensor_list` joined, or of a result.
+
+        Of a tensor without sequences, [0, M_i, ...], the part is [0, 0, ...].
+        """
         return self.split_queries(tensor)
 
     def split_queries(self, tensor: Tensor) -> list[Tensor]:
@@ -103,8 +105,8 @@ class BlockDiagonalMask(AttentionBias):
             raise ArgumentError(f"tensor must have shape [1, {starts[-1]}, ...], got {list(tensor.shape)}")
         parts, sequence = [], 0
         for batch in self._batch_sizes or (1,) * (len(starts) - 1):
-            piece = tensor[:, starts[sequence] : starts[sequence + batch]]
-            parts.append(piece.reshape(batch, -1, *tensor.shape[2:]) if batch else piece)
+            piece = tensor[0, starts[sequence] : starts[sequence + batch]]
+            parts.append(piece.unflatten(0, (batch, len(piece) // max(batch, 1))))
             sequence += batch
         return parts
 

@@ -243,6 +243,16 @@ def test_tensor_lists_round_trip():
         mask.split(flat[:, 1:])
 
 
+@pytest.mark.parametrize("end", [(4, 0), (0, 5), (4, 5)])
+def test_tensor_lists_without_features_heads_or_sequences(end):
+    tensors = [torch.randn(2, 3, *end), torch.randn(0, 7, *end), torch.randn(3, 0, *end)]
+    mask, flat = masks.BlockDiagonalMask.from_tensor_list(tensors)
+    assert flat.shape == (1, 6, *end)
+    assert mask.q_starts == (0, 3, 6, 6, 6, 6)
+    out = lowtide.memory_efficient_attention(flat, flat, flat, mask)
+    assert [part.shape for part in mask.split(out)] == [(2, 3, *end), (0, 0, *end), (3, 0, *end)]
+
+
 def test_batches_set_as_code_for_xformers_does():
     """DINOv2 makes the mask of lengths, and says afterwards which of them were one tensor."""
     tensors = [torch.randn(2, 3, 4), torch.randn(1, 7, 4)]
