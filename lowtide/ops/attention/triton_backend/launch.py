@@ -80,7 +80,7 @@ class KernelCall(NamedTuple):
     grad_value: Tensor | None = None
     grad_bias: Tensor | None = None
     """Memory for the gradient of a bias with more than one row and more than one column."""
-    turned_bias: Tensor | None = None
+    transposed_bias: Tensor | None = None
     """The bias as [keys, queries], which the kernel of dk and dv reads faster (decision 0097).
 
     Its rows are padded with zeros to a multiple of VECTOR queries.
@@ -151,9 +151,9 @@ class KernelCall(NamedTuple):
         half, room = self.dtype.itemsize == 2, shared_memory(self.query.device)
         narrow = all(each is None or strides_of(each)[2] != 1 for each in self.operands)
         sizes = self.size.K, self.size.E
-        turned = self.turned_bias is not None
+        transposed = self.transposed_bias is not None
         return find_tile(
-            kernel, self.pieces, half, *sizes, room, row_bias_bytes, turned=turned, narrow=narrow,
+            kernel, self.pieces, half, *sizes, room, row_bias_bytes, transposed=transposed, narrow=narrow,
             step=self.step,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ A call takes one of four ways. A problem is one head of one batch.
 Except in small problems, a bias with more than one row and column needs stored gradients, unless
 one of two kernels writes its gradient. In half precision the kernel of dq does so for a bias that
 neither batches nor heads share. For some shared biases of short problems, a separate kernel
-recomputes the scores; in half precision it also turns the bias for the kernel of dk and dv.
+recomputes the scores; in half precision it also is_transposed the bias for the kernel of dk and dv.
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
 and keys, E of values. dq, dk and dv are the gradients of query, key and value; dz is the gradient
@@ -118,8 +118,8 @@ def _of_several_tiles(
     if own_bias:
         needs_grad = *needs_grad[:3], False
     elif _sums_short_bias(call, whole):
-        turned_bias = launch_small_problems.short_bias_gradient(call)
-        call = call._replace(grad_bias=None, turned_bias=turned_bias)
+        transposed_bias = launch_small_problems.short_bias_gradient(call)
+        call = call._replace(grad_bias=None, transposed_bias=transposed_bias)
         needs_grad = *needs_grad[:3], False
     stores = scores_to_store(operands, options, needs_grad, together, many)
     if whole:

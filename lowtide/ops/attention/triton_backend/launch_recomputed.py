@@ -94,9 +94,9 @@ def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory)
     blocks_k = 1 if call.grad_key is None else tile.blocks_K
     blocks_e = 1 if call.grad_value is None else tile.blocks_E
     programs = tiles * strip.batches * strip.groups, max(blocks_k, blocks_e)
-    constants = call.constants | {"TURNED": call.turned_bias is not None}
-    if call.turned_bias is not None:
-        call, constants["BIAS_STEP"] = call._replace(bias=call.turned_bias), VECTOR
+    constants = call.constants | {"BIAS_TRANSPOSED": call.transposed_bias is not None}
+    if call.transposed_bias is not None:
+        call, constants["BIAS_STEP"] = call._replace(bias=call.transposed_bias), VECTOR
     key_value_gradient_kernel[programs](
         *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, *results,
         *call.strides, strides_of(call.grad_output), strides_of(call.grad_key),

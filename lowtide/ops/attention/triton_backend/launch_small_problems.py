@@ -94,18 +94,18 @@ def backward(call: KernelCall, bias: Tensor | None) -> Tensor | None:
 def short_bias_gradient(call: KernelCall) -> Tensor | None:
     """Write the gradient of the bias of short problems, from recomputed scores.
 
-    In half precision, return the bias turned for the kernel of dk and dv (KernelCall.turned_bias),
-    unless the turned bias would be larger than what that kernel writes.
+    In half precision, return KernelCall.transposed_bias for the kernel of dk and dv, unless it
+    would be larger than the gradient of the key (of the value, if the key needs none).
     """
     grad_bias, bias = call.grad_bias, call.bias
     assert grad_bias is not None
     assert bias is not None
     B, H, _, M, N, _, _ = call.size
-    turned_bias, gradient = None, call.grad_value if call.grad_key is None else call.grad_key
-    turned_shape = (*bias.shape[:2], N, cdiv(M, VECTOR) * VECTOR)
-    turned_bytes = math.prod(turned_shape) * bias.itemsize
-    if call.pieces == 1 and gradient is not None and turned_bytes <= gradient.nbytes:
-        turned_bias = bias.new_empty(turned_shape)
+    transposed_bias, gradient = None, call.grad_value if call.grad_key is None else call.grad_key
+    transposed_shape = (*bias.shape[:2], N, cdiv(M, VECTOR) * VECTOR)
+    transposed_bytes = math.prod(transposed_shape) * bias.itemsize
+    if call.pieces == 1 and gradient is not None and transposed_bytes <= gradient.nbytes:
+        transposed_bias = bias.new_empty(transposed_shape)
     tile, (own_batches, own_heads, *_) = call.tile("short bias"), grad_bias.shape
     tiles, batches, heads = (cdiv(M, tile.M), cdiv(N, tile.N)), B // own_batches, H // own_heads
     programs = math.prod(tiles) * own_batches * own_heads
@@ -114,14 +114,14 @@ def short_bias_gradient(call: KernelCall) -> Tensor | None:
     if runs > 1:  # parts hold at most BIAS_PROGRAMS tiles of float32, 25 MiB
         parts = grad_bias.new_empty(runs * own_batches, own_heads, M, N, dtype=torch.float32)
     short_bias_gradient_kernel[(programs * runs,)](
-        *call.tensors, call.grad_output, call.row_terms, parts, turned_bias, *call.strides,
-        strides_of(call.grad_output), strides_of(parts), strides_of(turned_bias), batches, *call.sizes,
+        *call.tensors, call.grad_output, call.row_terms, parts, transposed_bias, *call.strides,
+        strides_of(call.grad_output), strides_of(parts), strides_of(transposed_bias), batches, *call.sizes,
         own_batches, own_heads, heads, steps, *tiles, *call.scalars, **call.constants, CUT=call.is_cut(tile),
         **tile.constants_of_one_block, **tile.options,
     )  # fmt: skip
     if parts is not grad_bias:
         grad_bias.copy_(parts.view(runs, own_batches, own_heads, M, N).sum(0))
-    return turned_bias
+    return transposed_bias
 
 
 def _bias_runs(programs: int, problems: int) -> tuple[int, int]:

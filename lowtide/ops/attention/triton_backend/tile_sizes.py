@@ -86,10 +86,11 @@ FEWEST_FEATURES = 32
 # have sizes for each number of pieces: "NAME of 2 pieces" is looked up before NAME. "query" and the
 # kernels of small and short problems do not split their operands. Kernels of half precision may
 # have sizes for a bias that differs between queries, whose tiles take registers: "NAME with row
-# bias", or "NAME with turned bias" (KernelCall.turned_bias), is looked up first (decisions 0096,
-# 0097). Its tiles may have fewer than 64 rows, so a call with a stride of 1 between rows does not
-# take them. "key and value" computes dk and dv as long as the sums of both fit into registers. With
-# more features, dk and dv have a kernel each, or dk is a product of stored gradients of scores.
+# bias", or before it "NAME with transposed bias" (KernelCall.transposed_bias), is looked up first
+# (decisions 0096, 0097). Its tiles may have fewer than 64 rows, so a call with a stride of 1
+# between rows does not take them. "key and value" computes dk and dv as long as the sums of both
+# fit into registers. With more features, dk and dv have a kernel each, or dk is a product of stored
+# gradients of scores.
 Table = dict[str, tuple[tuple[int, TileSizes], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {
@@ -120,7 +121,7 @@ LARGE_HALF: Table = {
         (64, TileSizes(64, 64, 64, 64, 4, 2)),
         (128, TileSizes(32, 64, 128, 128, 4, 2)),
     ),
-    "key and value with turned bias": (
+    "key and value with transposed bias": (
         (32, TileSizes(32, 64, 64, 64, 4, 3)),
         (64, TileSizes(64, 64, 64, 64, 4, 3)),
     ),
@@ -235,7 +236,7 @@ def find_tile(
     shared_memory: int,
     row_bias_bytes: int = 0,
     *,
-    turned: bool = False,
+    transposed: bool = False,
     narrow: bool = True,
     step: int = 1,
 ) -> Tile | None:
@@ -243,21 +244,22 @@ def find_tile(
 
     pieces: the number of pieces of each operand. half: operands have 16 bits. row_bias_bytes: the
     bytes per number of a bias that differs between queries, whose tiles need shared memory; 0
-    without such a bias. turned: that bias is read from KernelCall.turned_bias. narrow: no operand
-    has a stride of 1 between rows. step: a divisor of K, E and the offset of each row.
+    without such a bias. transposed: the kernel of dk and dv reads KernelCall.transposed_bias.
+    narrow: no operand has a stride of 1 between rows. step: a divisor of K, E and the offset of
+    each row.
     """
     tables = (LARGE_HALF, LARGE_FLOAT) if shared_memory >= LARGE else (SMALL_HALF, SMALL_FLOAT)
     table, features = tables[0 if half else 1], max(K, E)
     sizes = table.get(f"{kernel} of {pieces} pieces") or table.get(kernel, ())
     if row_bias_bytes and narrow:
         sizes = *table.get(f"{kernel} with row bias", ()), *sizes
-        if turned:
-            sizes = *table.get(f"{kernel} with turned bias", ()), *sizes
+        if transposed:
+            sizes = *table.get(f"{kernel} with transposed bias", ()), *sizes
     size = next((size for most, size in sizes if features <= most), None)
     if size is None:
         return None
     if row_bias_bytes:
-        size = _with_row_bias(kernel, pieces, size, features, row_bias_bytes, turned)
+        size = _with_row_bias(kernel, pieces, size, features, row_bias_bytes, transposed)
     narrow = narrow and features <= FEWEST_FEATURES and kernel in NARROW
     least = FEWEST_FEATURES if narrow else MIN_FEATURES
     block_k = max(least, min(next_power_of_2(K), size.K))
@@ -268,7 +270,7 @@ def find_tile(
 
 
 def _with_row_bias(
-    kernel: str, pieces: int, size: TileSizes, features: int, bytes: int, turned: bool
+    kernel: str, pieces: int, size: TileSizes, features: int, bytes: int, transposed: bool
 ) -> TileSizes:
     """Return sizes that leave shared memory for tiles of a bias with `bytes` bytes per number."""
     if bytes > 4:  # float64: a tile takes about as much as one or two stages of keys and values
@@ -280,7 +282,7 @@ def _with_row_bias(
     if pieces > 1:
         return size
     if kernel == "key and value":
-        return size if turned else size._replace(stages=min(size.stages, 2))
+        return size if transposed else size._replace(stages=min(size.stages, 2))
     if kernel == "value":
         return size._replace(M=32, stages=1)
     if kernel == "forward" and features > 256:

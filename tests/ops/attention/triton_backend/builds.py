@@ -81,7 +81,7 @@ SPILLS = {
     "key and value, half, 128": 256,
     "key and value, half, 72, of which Triton knows no divisor": 256,
     "key and value, half, all": 896,
-    "key and value, half, 64, a turned bias": 64,
+    "key and value, half, 64, a transposed bias": 64,
     "key and value, half, keeping scores, 64": 672,
     "key and value, half, keeping scores, all": 768,
     "value, half, keeping scores, 256": 400,
@@ -155,7 +155,7 @@ def _builds() -> dict[str, Build]:
         ("query", "own bias, all", 64, {**ALL, "grad_bias_ptr": F32}, (90,)),
         ("key and value", "128", 128, {}, TARGETS),
         ("key and value", "all", 64, ALL, (90,)),
-        ("key and value", TURNED_BIAS, 64, {**BIASED, "bias_ptr": "*bf16", **TURNED}, (90,)),
+        ("key and value", TRANSPOSED_BIAS, 64, {**BIASED, "bias_ptr": "*bf16", **BIAS_TRANSPOSED}, (90,)),
         ("key and value", "keeping scores, 64", 64, {**kept, **BIASED}, (90,)),
         ("key and value", "keeping scores, 128", 128, {**kept, **BIASED}, (80,)),
         ("key and value", "keeping scores, all", 64, {**kept, "grad_z_ptr": "*bf16", **ALL}, (90,)),
@@ -184,8 +184,8 @@ def _builds() -> dict[str, Build]:
         ("problem gradient", "all", 64, {**ALL, "SHARED": False}, TARGETS),
         ("wide problem gradient", "32", 32, {**OWN_BIAS, "SHARED": False}, TARGETS),
         ("wide problem gradient", "all", 64, {**ALL, "SHARED": False}, TARGETS),
-        ("short bias", "64", 64, {**BIASED, "bias_ptr": "*bf16", "turned_bias_ptr": "*bf16"}, (90,)),
-        ("short bias", "all", 64, {**ALL, "turned_bias_ptr": F32}, TARGETS),
+        ("short bias", "64", 64, {**BIASED, "bias_ptr": "*bf16", "transposed_bias_ptr": "*bf16"}, (90,)),
+        ("short bias", "all", 64, {**ALL, "transposed_bias_ptr": F32}, TARGETS),
         ("query", "32, all", 32, ALL, (90,)),
         ("key and value", "keeping scores, 32, all", 32, {**kept, "grad_z_ptr": "*bf16", **ALL}, (90,)),
     ):
@@ -245,8 +245,8 @@ def _builds() -> dict[str, Build]:
     return builds
 
 
-TURNED_BIAS = "64, a turned bias"
-TURNED = {"TURNED": True, "BIAS_STEP": 8}
+TRANSPOSED_BIAS = "64, a transposed bias"
+BIAS_TRANSPOSED = {"BIAS_TRANSPOSED": True, "BIAS_STEP": 8}
 IN_VECTORS = "72, of which Triton knows no divisor"
 BIAS_IN_VECTORS = "80, a bias of 196 keys"
 BIAS_OF_196 = {

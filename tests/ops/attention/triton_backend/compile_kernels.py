@@ -28,7 +28,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
     )
     absent = (
         *("bias", "first", "end", "row_key", "column_key", "row_first", "row_end", "bias_sum"),
-        *("weight", "grad_scores", "grad_z", "turned_bias"),
+        *("weight", "grad_scores", "grad_z", "transposed_bias"),
     )
     given = {
         **dict.fromkeys((f"{name}_ptr" for name in names), tensor),
@@ -49,7 +49,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         **dict.fromkeys(("scale", "rescale"), "fp32"),
         "bias_strides": (0, 0, 0, 0),
         "grad_bias_strides": STRIDES,
-        "turned_bias_strides": STRIDES,
+        "transposed_bias_strides": STRIDES,
         "grad_scores_strides": ("i32", "i32", 1),
         "own": (1, "i32"),
         "ADD_BIAS": True,
@@ -63,13 +63,13 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "lse_strides": ("i32", "i32", 1),
         "ADD": True,
         "SHARED": True,
-        "TURNED": False,
+        "BIAS_TRANSPOSED": False,
         "CUT": bool(build.arguments.get("first_ptr")),
         "PIECES": 1,
         **build.arguments,
     }
     row_bias_bytes = 0 if given["COLUMN_BIAS"] else BYTES[given["bias_ptr"]]
-    biased = row_bias_bytes, given["TURNED"]
+    biased = row_bias_bytes, given["BIAS_TRANSPOSED"]
     return {**given, **_tile(kernel, given["PIECES"], build.half, build.features, capability, *biased)}
 
 
@@ -80,7 +80,7 @@ def _tile(
     features: int,
     capability: int,
     row_bias_bytes: int,
-    turned: bool,
+    transposed: bool,
 ) -> dict[str, Any]:
     from lowtide.ops.attention.triton_backend.tile_sizes import find_tile
 
@@ -95,7 +95,7 @@ def _tile(
     kernel = re.sub(r" of \d pieces", "", kernel.removeprefix("delta as "))
     step = math.gcd(8, features) if half else 1
     sizes = features, features, SHARED[capability], row_bias_bytes
-    tile = find_tile(kernel, pieces, half, *sizes, turned=turned, step=step)
+    tile = find_tile(kernel, pieces, half, *sizes, transposed=transposed, step=step)
     assert tile is not None
     return {**tile.constants, "warps": tile.warps, "stages": tile.stages}
 

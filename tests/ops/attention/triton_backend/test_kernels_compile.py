@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import lowtide
-from tests.ops.attention.triton_backend.builds import BIAS_IN_VECTORS, BUILDS, IN_VECTORS, TURNED_BIAS
+from tests.ops.attention.triton_backend.builds import BIAS_IN_VECTORS, BUILDS, IN_VECTORS, TRANSPOSED_BIAS
 from tests.ops.attention.triton_backend.compile_kernels import LEFT_OUT, SHARED, SLOW
 from tests.support.ahead_of_time import cases, compile_all
 
@@ -31,7 +31,7 @@ def test_kernels_compile_and_fit(compiled, name, capability):
     # Key, value and bias, three tiles ahead.
     assert result["copies"] == 9 or not name.endswith(BIAS_IN_VECTORS)
     # Query, upstream gradient, bias and three numbers of each row, three tiles ahead.
-    assert result["copies"] == 18 or not name.endswith(TURNED_BIAS)
+    assert result["copies"] == 18 or not name.endswith(TRANSPOSED_BIAS)
     # All have one width: a narrower one beside another is what ptxas 12.8 gets wrong
     # (tile_sizes.py).
     assert set(result["row_bytes"]) <= {64 if BUILDS[name].features <= 32 else 128}

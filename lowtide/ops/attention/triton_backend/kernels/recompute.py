@@ -201,7 +201,7 @@ def key_value_gradient_kernel(
     grad_key_strides, grad_value_strides, grad_scores_strides,
     B, H, R, M, N, K, E, first_group, first_key, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
-    BIAS_STEP: tl.constexpr, TURNED: tl.constexpr, PIECES: tl.constexpr,
+    BIAS_STEP: tl.constexpr, BIAS_TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -211,10 +211,10 @@ def key_value_gradient_kernel(
 
     bias_sum [B, H, N] receives the sums of dz over the queries, for a bias that is the same for all
     queries. For a strip (strips.py), grad_z receives dz, and grad_scores dz multiplied by the soft
-    cap's slope. TURNED: the bias is KernelCall.turned_bias, [keys, queries]. PIECES is the number
-    of pieces of query, key, value and grad_output (bf16_split.py). With several pieces, these
-    operands hold the strip's heads only. Products of three pieces are summed separately, as in
-    tiles.add_product.
+    cap's slope. BIAS_TRANSPOSED: the bias is KernelCall.transposed_bias, [keys, queries]. PIECES is
+    the number of pieces of query, key, value and grad_output (bf16_split.py). With several pieces,
+    these operands hold the strip's heads only. Products of three pieces are summed separately, as
+    in tiles.add_product.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -268,7 +268,7 @@ def key_value_gradient_kernel(
                 query = load_pieces(query_place, k, K, MASKED, CUT_K, PIECES)
                 grad_output = load_pieces(grad_output_place, e, E, MASKED, CUT_E, PIECES)
                 i = start_m + row_m
-                if TURNED:
+                if BIAS_TRANSPOSED:
                     bias = load_bias(
                         head_bias_ptr, bias_strides, j[:, None], i[None, :], N, bias_strides[2], False,
                         BIAS_STEP,

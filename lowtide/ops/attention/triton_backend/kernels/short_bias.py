@@ -36,9 +36,9 @@ from lowtide.ops.attention.triton_backend.kernels.visible import interval, visib
 @triton.jit
 def short_bias_gradient_kernel(
     query_ptr, key_ptr, value_ptr, bias_ptr, first_ptr, end_ptr, row_key_ptr, column_key_ptr,
-    grad_output_ptr, row_terms_ptr, grad_bias_ptr, turned_bias_ptr,
+    grad_output_ptr, row_terms_ptr, grad_bias_ptr, transposed_bias_ptr,
     query_strides, key_strides, value_strides, bias_strides, grad_output_strides, grad_bias_strides,
-    turned_bias_strides,
+    transposed_bias_strides,
     batches, H, R, M, N, K, E, own_batches, own_heads, heads, steps, tiles_m, tiles_n, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
     BIAS_STEP: tl.constexpr, CUT: tl.constexpr,
@@ -51,8 +51,8 @@ def short_bias_gradient_kernel(
     own_batches, own_heads: the first two sizes of the bias. batches, heads: how many batches and
     how many heads of the call share one number of the bias. grad_bias has the shape
     [runs * own_batches, own_heads, M, N]; each run has its own sum. It is contiguous, so BIAS_STEP
-    divides its strides as well. turned_bias, if asked for, receives the bias as [keys, queries]
-    (KernelCall.turned_bias).
+    divides its strides as well. transposed_bias, if asked for, receives the bias as [keys, queries]
+    (KernelCall.transposed_bias).
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
@@ -74,10 +74,12 @@ def short_bias_gradient_kernel(
     )
     bias_ptr = head(bias_ptr, bias_strides, own_b, own_h)
     bias = load_bias(bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS, BIAS_STEP)
-    if turned_bias_ptr is not None:  # noqa: SIM102  Triton looks at both sides of an "and"
+    if transposed_bias_ptr is not None:  # noqa: SIM102  Triton looks at both sides of an "and"
         if run == 0:
-            turned_bias_ptr = head(turned_bias_ptr, turned_bias_strides, own_b, own_h)
-            store_tile(turned_bias_ptr, j, i, turned_bias_strides, N, turned_bias_strides[2], bias)
+            transposed_bias_ptr = head(transposed_bias_ptr, transposed_bias_strides, own_b, own_h)
+            store_tile(
+                transposed_bias_ptr, j, i, transposed_bias_strides, N, transposed_bias_strides[2], bias
+            )
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(0, steps):
         b, h = own_b + (start + step) // heads, own_h + (start + step) % heads

@@ -58,7 +58,7 @@ CASES = {
 
 
 def case_of(device, **more):
-    """Makes a call whose turned bias is no larger than its key, if `more` does not change that."""
+    """Makes a call whose transposed bias is no larger than its key, unless `more` changes that."""
     sizes = {"B": 3, "M": 70, "N": 75, "H": 2, "K": 24, "bias": (0, 1, 1, 1), "dtype": torch.float16}
     return make_case(**sizes | more, device=device)
 
@@ -113,35 +113,35 @@ def test_bias_alone(device, launches):
 
 
 @pytest.mark.parametrize("M", [64, 70])
-def test_turned_bias(device, launches, M):
+def test_transposed_bias(device, launches, M):
     """The kernel of dk and dv reads a copy [keys, queries], whose rows end with zeros."""
     case = case_of(device, M=M, N=37)
     check_triton(case)
-    (turned,) = launches
-    assert turned.shape == (1, 2, 37, 64 if M == 64 else 72)
-    assert torch.equal(turned[..., :M], case.bias.mT)
-    assert not turned[..., M:].any()
+    (transposed,) = launches
+    assert transposed.shape == (1, 2, 37, 64 if M == 64 else 72)
+    assert torch.equal(transposed[..., :M], case.bias.mT)
+    assert not transposed[..., M:].any()
 
 
-def test_large_bias_not_turned(device, launches):
+def test_large_bias_not_transposed(device, launches):
     check_triton(case_of(device, K=23))
     assert launches == [None]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "M", "K", "turns"),
+    ("dtype", "M", "K", "is_transposed"),
     [(torch.float16, 65, 22, False), (torch.float32, 70, 24, False), (torch.float32, 70, 48, True)],
 )
-def test_turned_bias_no_larger_than_gradient_of_key(device, launches, dtype, M, K, turns):
+def test_transposed_bias_no_larger_than_gradient_of_key(device, launches, dtype, M, K, is_transposed):
     """In bytes, padding included; the bias may have wider numbers than query, key and value."""
     skip_unless_runnable("triton", device)
     case = case_of(device, M=M, N=37, K=K)
     upstream = make_upstream(case)
     wide = replace(case, bias=case.bias.detach().to(dtype).requires_grad_())
     found = differentiate(ours, wide, upstream, backend="triton")
-    (turned,) = launches
-    assert (turned is not None) == turns
-    assert turned is None or turned.nbytes <= found["key"].nbytes
+    (transposed,) = launches
+    assert (transposed is not None) == is_transposed
+    assert transposed is None or transposed.nbytes <= found["key"].nbytes
     check(found | {"bias": found["bias"].to(case.bias.dtype)}, case, upstream)
 
 
