@@ -76,7 +76,10 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     """
     if not isinstance(device, (torch.device, str, int)):
         raise ArgumentTypeError(f"device must be a torch.device or its name, got {device!r}")
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:  # such as "gpu"
+        raise ArgumentError(f"device must be the CPU or a CUDA device, got {device!r}") from None
     if place.type not in ("cpu", "cuda"):
         raise ArgumentError(
             f"device must be the CPU or a CUDA device, got {place}; torch traces the allocations of no other"

@@ -201,7 +201,7 @@ def test_what_is_no_device(device):
         pass
 
 
-@pytest.mark.parametrize("device", ["meta", "mps", torch.device("xpu")])
+@pytest.mark.parametrize("device", ["meta", "mps", torch.device("xpu"), "gpu", "cuda:first"])
 def test_other_devices_refused(device):
     with pytest.raises(ValueError, match="device must be the CPU or a CUDA device, got"):
         lowtide.peak_memory(device).__enter__()

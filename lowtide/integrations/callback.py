@@ -1,5 +1,6 @@
 """Define what the callbacks that defer logits have in common."""
 
+from lowtide.core.checks import check_workspace
 from lowtide.deferred import Deferral
 
 
@@ -7,6 +8,10 @@ class DeferralCallback:
     """Hold a callback's deferral, and report its counts, also after the deferral has ended."""
 
     deferral: Deferral | None = None
+
+    def __init__(self, workspace: int | None) -> None:
+        check_workspace(workspace)
+        self.workspace = workspace
 
     @property
     def fused(self) -> int:

@@ -27,7 +27,8 @@ class LightningDeferralCallback(DeferralCallback, Callback):
     """
 
     def __init__(self, head: str | None = None, *, workspace: int | None = None) -> None:
-        self.head, self.workspace = head, workspace
+        super().__init__(workspace)
+        self.head = head
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
         head = None if self.head is None else pl_module.get_submodule(self.head)

@@ -55,7 +55,8 @@ class TRLDeferralCallback(DeferralCallback, TrainerCallback):
     """
 
     def __init__(self, ref_model: nn.Module | None = None, *, workspace: int | None = None) -> None:
-        self.ref_model, self.workspace = ref_model, workspace
+        super().__init__(workspace)
+        self.ref_model = ref_model
         self.forwards: list[Forward] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

@@ -16,7 +16,7 @@ from tests.support.graphs import needs_tracing
 
 TABLES = (
     (lowtide.linear_cross_entropy, advice.INSTEAD_OF),
-    (lowtide.linear_log_probs, {}),
+    (lowtide.linear_log_probs, advice.INSTEAD_OF_IN_LOG_PROBS),
     (lowtide.memory_efficient_attention, attention.INSTEAD_OF),
     (lowtide.memory_efficient_attention_with_lse, attention.INSTEAD_OF),
     (lowtide.scaled_dot_product_attention, attention.INSTEAD_OF_IN_TORCH),
@@ -78,6 +78,26 @@ def test_module_and_misspelt_name():
         lowtide.LinearCrossEntropyLoss(4, 5, lse_square_scale=1e-4)
     with pytest.raises(TypeError, match="for label_smooting pass label_smoothing"):
         lowtide.LinearCrossEntropyLoss(4, 5, label_smooting=0.1)
+
+
+def test_divergence_in_the_words_of_the_loss():
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    for name, advised in {
+        "row_weight": 'pass reduction="none", and weigh',
+        "weight": "pass student_weight and teacher_weight",
+        "mask": "pass ignored",
+        "linear_bias": "pass student_bias and teacher_bias",
+    }.items():
+        with pytest.raises(TypeError, match=f"for {name} {advised}"):
+            lowtide.distillation.forward_kl(x, w, x, w, **{name: None})
+
+
+def test_log_probs_in_the_words_of_the_loss():
+    x, w, y = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
+    with pytest.raises(TypeError, match="for reduction weigh and sum the log_prob"):
+        lowtide.linear_log_probs(x, w, y, reduction="mean")
+    with pytest.raises(TypeError, match=r"for z_loss call lowtide\.linear_cross_entropy, which has it"):
+        lowtide.linear_log_probs(x, w, y, z_loss=1e-4)
 
 
 def test_attention_in_the_words_of_torch():

@@ -46,6 +46,14 @@ def test_workspace_of_trainer_callbacks(begin):
         steps(begin, 64)
 
 
+def test_workspace_is_checked_when_a_callback_is_made():
+    pytest.importorskip("transformers")
+    from lowtide.integrations.transformers import TransformersDeferralCallback
+
+    with pytest.raises(TypeError, match="workspace"):
+        TransformersDeferralCallback(workspace="1GB")
+
+
 @pytest.mark.parametrize("of_reference", [False, True])
 def test_workspace_of_trl_callback(of_reference):
     pytest.importorskip("trl")

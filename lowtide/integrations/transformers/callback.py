@@ -29,7 +29,7 @@ class TransformersDeferralCallback(DeferralCallback, TrainerCallback):
     """
 
     def __init__(self, *, workspace: int | None = None) -> None:
-        self.workspace = workspace
+        super().__init__(workspace)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if getattr(args, "n_gpu", 1) > 1:

@@ -39,7 +39,7 @@ INSTEAD_OF = {
     **dict.fromkeys(("is_causal", "causal"), "pass attn_bias=lowtide.attn_bias.LowerTriangularMask()"),
     "softmax_scale": "pass scale",
     "window_size": "pass window",
-    "op": "pass backend",
+    "op": "leave it out, or pass backend",
     "output_dtype": "pass nothing, and cast the result",
     "score_mod": "pass attn_bias, a tensor, or softcap",
     "block_mask": "pass attn_bias, a mask of lowtide.attn_bias or a tensor",

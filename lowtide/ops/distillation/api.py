@@ -20,10 +20,19 @@ from lowtide.ops.linear_cross_entropy.sharding import Division, telling_errors
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Advice for an argument of Liger's losses that these functions do not have.
-INSTEAD_OF = dict.fromkeys(
-    ("shift_labels", "labels", "true_labels", "target", "ignore_index"), "pass ignored=labels == -100"
-)
+# Advice for arguments of Liger's losses and of lowtide's own, which these functions do not have.
+INSTEAD_OF = {
+    **dict.fromkeys(
+        ("shift_labels", "labels", "true_labels", "target", "ignore_index"), "pass ignored=labels == -100"
+    ),
+    **dict.fromkeys(("mask", "attention_mask", "loss_mask"), "pass ignored, True where the mask is 0"),
+    **dict.fromkeys(("weight", "linear_weight", "lin_weight"), "pass student_weight and teacher_weight"),
+    **dict.fromkeys(("bias", "linear_bias"), "pass student_bias and teacher_bias"),
+    "softcap": "pass student_softcap and teacher_softcap",
+    **dict.fromkeys(("row_weight", "normalizer"), 'pass reduction="none", and weigh or divide the result'),
+    "logit_scale": "multiply student_input or teacher_input by it",
+    "T": "pass temperature",
+}
 USAGE = (
     "pass (student_input, student_weight, teacher_input, teacher_weight) in this order, and the rest by "
     "name; labels say what is left out: ignored=labels == -100"

@@ -16,7 +16,7 @@ from lowtide.ops.linear_cross_entropy.dispatch import LogProbs
 from lowtide.ops.linear_cross_entropy.operator import signatures
 
 
-@advises(advice.INSTEAD_OF, advice.USAGE)
+@advises(advice.INSTEAD_OF_IN_LOG_PROBS, advice.USAGE)
 @gathers_head
 @takes_data_sharded_head
 def linear_log_probs(

@@ -41,6 +41,18 @@ INSTEAD_OF = {
     "num_items_in_batch": "pass normalizer",
     **dict.fromkeys(("size_average", "reduce"), "pass reduction"),
 }
+# `linear_log_probs` has no options of a loss.
+INSTEAD_OF_IN_LOG_PROBS = INSTEAD_OF | {
+    **dict.fromkeys(
+        ("reduction", "size_average", "reduce", "row_weight", "use_token_scaling"),
+        "weigh and sum the log_prob that it returns",
+    ),
+    **dict.fromkeys(("normalizer", "num_items_in_batch"), "divide what you make of the log_prob"),
+    **dict.fromkeys(
+        ("label_smoothing", "z_loss", "lse_square_scale", "weight", "ce_weight", "class_weight"),
+        "call lowtide.linear_cross_entropy, which has it",
+    ),
+}
 USAGE = "pass (input, linear_weight, target) in this order, and the rest by name, as linear_bias=..."
 OTHERWISE = "pass one of {known}; lowtide.chunked_loss takes any loss"
 
