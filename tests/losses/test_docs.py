@@ -12,7 +12,7 @@ def test_docs_examples_run():
     first, *blocks = blocks_of(PAGE)
     names = {}
     exec(first, names)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     with_loss = 0
     for block in blocks:
         names["loss"] = torch.zeros(())
@@ -23,7 +23,7 @@ def test_docs_examples_run():
         assert names["loss"].isfinite(), block
         assert names["loss"].requires_grad, block
         names["loss"].backward(retain_graph=True)
-    assert with_loss == 9
+    assert with_loss == 10
     assert names["hidden"].grad[:, 4:-1].abs().sum() > 0
     assert names["log_scale"].grad != 0
 
