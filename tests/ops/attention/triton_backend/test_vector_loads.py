@@ -93,8 +93,8 @@ def test_values_do_not_depend_on_step_of_bias(monkeypatch, device, shape, gap, K
     monkeypatch.setattr(launch, "VECTOR", 1)
     assert launch.step_of([bias], N) == 1
     remembered.forget()
-    # A card's compiler lays tiles out by the vectors that it loads, and a tile is summed by layout.
-    most = 0 if device == "cpu" else 2e-3 if dtype == HALF else 1e-6
+    # On a card float32 may differ in last bits: a compiler may sum a tile in another order.
+    most = 1e-6 if device == "cuda" and dtype == torch.float32 else 0
     for one, other in zip(found, results()):
         assert (one - other).float().norm() <= most * other.float().norm()
 

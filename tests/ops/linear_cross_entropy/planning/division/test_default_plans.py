@@ -1,4 +1,4 @@
-"""What a call plans to hold without a workspace of the caller's, of tensors without data.
+"""A call without a workspace plans how much it holds; these calls have tensors without data.
 
 The plan is tested to be what is held in test_workspace_size.py.
 
