@@ -143,6 +143,66 @@ class Rowwise(RowFunction):
         return Rowwise(function, self.cut + given_rows, described.results, max(1, self.chunk // 2))
 
 
+class OfProducts(Rowwise):
+    """Evaluate a rowwise function of products, with more rows in a product than in a chunk.
+
+    A product of few rows waits for its weight, and each adds a gradient to the sum for the whole
+    weight. The other operations may hold many numbers for each one of a product. So products are
+    computed for a block of rows, and the other operations for one chunk of the block at a time.
+    """
+
+    def __init__(
+        self,
+        products: Callable[[Tensors, Tensors], Tensors],
+        count: int,
+        weights: int,
+        rest: Rowwise,
+        block: int,
+    ) -> None:
+        """Hold the products and the rest.
+
+        `products` maps the first `count` arguments that are cut, and the first `weights` that are
+        whole, to `count` products. `rest` is a function of these, which are cut, and of all other
+        arguments. `block` is the number of rows of a product.
+        """
+        self.products, self.count, self.weights, self.rest = products, count, weights, rest
+        super().__init__(self._of_block, rest.cut, rest.results, block)
+
+    def _of_block(self, rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+        return split(self.rest(*self._arguments(rows, whole)), self.results)
+
+    def _arguments(self, rows: Tensors, whole: Tensors) -> Tensors:
+        """Return the arguments of the rest."""
+        products = self.products(rows[: self.count], whole[: self.weights])
+        return (*products, *rows[self.count :], *whole[self.weights :])
+
+    def derivative(self, described: RowDerivative, given_rows: int, given_whole: int) -> Rowwise:
+        if described.derive is not vector_jacobian:
+            return super().derivative(described, given_rows, given_whole)
+
+        def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+            whole, last = split(whole, len(whole) - given_whole)
+            upstream = dict(zip(described.outputs, (*rows[self.cut :], *last)))
+            outputs = [upstream.get(place) for place in range(max(upstream) + 1)]
+            create_graph = torch.is_grad_enabled()
+            with torch.enable_grad():
+                own, varied = _varied((*rows[: self.cut], *whole), described.inputs)
+                arguments = self._arguments(*split(own, self.cut))
+            products, direct = arguments[: self.count], set(map(id, varied))
+            through = {id(each) for each in products if each.requires_grad}
+            needed = [id(each) in direct | through for each in arguments]
+            with torch.set_grad_enabled(create_graph):
+                gradients = self.rest.pull_back(arguments, outputs, needed)
+            known = {id(each): own for each, own in zip(arguments, gradients) if own is not None}
+            passing = tuple(each for each in products if id(each) in known)
+            others = _grad(passing, varied, tuple(known[id(each)] for each in passing), create_graph)
+            found = [known.get(id(each), other) for each, other in zip(varied, others)]
+            return split(_filled(found, varied), described.results)
+
+        # A block of this size gives products of the same bits.
+        return Rowwise(function, self.cut + given_rows, described.results, self.chunk)
+
+
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(rowwise: RowFunction, *tensors: Tensor) -> Tensors:

@@ -75,7 +75,8 @@ def getitem(input: DeferredLogits, index: Any) -> Any:
     if classes != slice(None):
         if expression.mixes_classes(input.node):
             return NotImplemented
-        node = expression.with_tensors(input.checked(), classes=lambda tensor: tensor[classes])
+        cut = dict.fromkeys(("weights", "vectors"), lambda tensor: tensor[classes])
+        node = expression.with_tensors(input.checked(), **cut)
         input = input.like(node, input.meta[..., classes], view=("__getitem__", (..., classes)))
     every = all(isinstance(each, slice) and each == slice(None) for each in rows)
     return input if every else _rows(input, tuple(rows))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import in_shape
 from lowtide.core.kernels.devices import counted_as
-from lowtide.core.row_function import Rowwise, Tensors
+from lowtide.core.row_function import OfProducts, Rowwise, Tensors
 from lowtide.deferred.recorded import expression
 from lowtide.ops.linear_cross_entropy.operator.higher_order import COPIES
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
@@ -39,42 +39,73 @@ def by_rows(
     `parts` are the chunk's rows of row_tensors. The results are differentiable, and nothing of a
     chunk is kept. A half-precision parameter's gradient is summed over the chunks in float32.
 
-    A chunk has as many rows as fit into `workspace` bytes; None takes the default, which depends on
+    Blocks and chunks of rows fit into `workspace` bytes; None takes the default, which depends on
     the dtype. With `as_logits` it is that of the first product's dtype: then a cast to float32
-    changes no chunk, and all logits come from products of equal shapes.
+    changes no block, and all logits come from products of equal shapes.
     """
     node = expression.with_whole_weights(node)
     inputs: list[Tensor] = []
-    classes: list[Tensor] = []
+    weights: list[Tensor] = []
+    vectors: list[Tensor] = []
     scalars: list[Tensor] = []
-    collect = (lambda tensor, into=into: into.append(tensor) or tensor for into in (inputs, classes, scalars))
-    expression.with_tensors(node, *collect)
-    product = next(expression.linears(node))
-    N, V = shape.numel(), product.weight.tensor.shape[0]
+    kinds = {"rows": inputs, "weights": weights, "vectors": vectors, "scalars": scalars}
+    expression.with_tensors(node, **{kind: _collect_in(tensors) for kind, tensors in kinds.items()})
+    N = shape.numel()
     rows = [each.reshape(N, each.shape[-1]) for each in inputs]
     rows += [each.reshape((N, *each.shape[len(shape) :])) for each in row_tensors]
 
-    def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, tuple[()]]:
-        parts = (iter(rows), iter(whole[: len(classes)]), iter(whole[len(classes) :]))
-        take = (lambda _, part=part: next(part) for part in parts)
-        logits_CV = expression.evaluate(expression.with_tensors(node, *take))
-        return function(logits_CV, *rows[len(inputs) :], *whole[len(classes) + len(scalars) :]), ()
+    def products(rows: Tensors, whole: Tensors) -> Tensors:
+        tree = expression.with_tensors(node, rows=_take_from(rows), weights=_take_from(whole))
+        return tuple(map(expression.product, expression.linears(tree)))
 
-    row_bytes = COPIES * V * max(node.dtype.itemsize, 4)
-    if workspace is not None and workspace < row_bytes:
-        raise too_small(
-            workspace, row_bytes, f"one row of {V} logits, {COPIES} times over in a loss by chunks"
-        )
-    device = counted_as(rows[0].device.type)
-    # Take no more than real logits would in forward and backward, but at least ROOM: chunks need
-    # enough rows.
-    dtype = product.dtype if as_logits else node.dtype
-    default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * dtype.itemsize))
-    chunk_size = max(1, (default if workspace is None else workspace) // row_bytes)
+    def rest(rows: Tensors, whole: Tensors) -> tuple[Tensors, tuple[()]]:
+        vectors_V, scalars_1 = _take_from(whole), _take_from(whole[len(vectors) :])
+        tree = expression.with_tensors(node, vectors=vectors_V, scalars=scalars_1)
+        logits_CV = expression.evaluate(tree, rows[: len(inputs)])
+        return function(logits_CV, *rows[len(inputs) :], *whole[len(vectors) + len(scalars) :]), ()
+
+    dtype = expression.linears(node)[0].dtype if as_logits else node.dtype
+    block, chunk = _sizes(node, N, dtype, workspace)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
-        outputs = Rowwise(chunk, len(rows), results, chunk_size)(*rows, *classes, *scalars, *others)
+        of_products = Rowwise(rest, len(rows), results, chunk)
+        rowwise = OfProducts(products, len(inputs), len(weights), of_products, block)
+        outputs = rowwise(*rows, *weights, *vectors, *scalars, *others)
     return tuple(in_shape(each, (*shape, *each.shape[1:])) for each in outputs)
+
+
+def _collect_in(tensors: list[Tensor]) -> expression.Change:
+    def collected(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    return collected
+
+
+def _take_from(tensors: Tensors) -> expression.Change:
+    """Return a function that replaces one tensor after the other by these."""
+    each = iter(tensors)
+    return lambda _: next(each)
+
+
+def _sizes(node: expression.Node, N: int, dtype: torch.dtype, workspace: int | None) -> tuple[int, int]:
+    """Return the rows of a block, whose products are held, and those of a chunk, in this workspace.
+
+    A block has its products and their gradients. The default takes no more than logits of `dtype`
+    would in forward and backward, but at least ROOM, since chunks need enough rows.
+    """
+    linears = expression.linears(node)
+    V, device = linears[0].weight.tensor.shape[0], counted_as(linears[0].input.tensor.device.type)
+    of_chunk = COPIES * V * max(node.dtype.itemsize, 4)
+    of_block = 2 * V * sum(each.dtype.itemsize for each in linears)
+    default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * dtype.itemsize))
+    held = default if workspace is None else workspace
+    if workspace is not None and workspace < of_chunk + of_block:
+        name = f"one row of {V} logits, {COPIES} times over in a loss by chunks"
+        raise too_small(workspace, of_chunk + of_block, name)
+    chunk = max(1, held // 2 // of_chunk)
+    block = max(1, min(N, (held - chunk * of_chunk) // of_block))
+    return block, max(1, (held - block * of_block) // of_chunk)
 
 
 def evaluate(node: expression.Node, workspace: int | None) -> Tensor:

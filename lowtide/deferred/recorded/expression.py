@@ -11,8 +11,8 @@ copied, so the originals may change.
 Shapes: [...] are the rows, D features, V classes.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Union
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar, Union
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from lowtide.ops.linear_cross_entropy.data_sharded import is_data_sharded
 
 Node = Union["Linear", "Apply"]
 Change = Callable[[Tensor], Tensor]
+Value = TypeVar("Value")
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add,
@@ -108,19 +109,28 @@ class Apply(NamedTuple):
         return self.operands[0]  # type: ignore[return-value]
 
 
-def evaluate(node: Node) -> Tensor:
-    """Return the logits of the tree's rows and classes."""
-    with autocast(hidden(node).device, node.autocast):
+def product(linear: Linear) -> Tensor:
+    """Return a product, as F.linear computes it."""
+    input = linear.input.value()
+    with autocast(input.device, linear.autocast):
+        return F.linear(input, *(whole(each, input) for each in (linear.weight.value(), linear.bias)))
+
+
+def evaluate(node: Node, products: Iterable[Tensor] | None = None) -> Tensor:
+    """Return the logits of the tree's rows and classes.
+
+    `products` has the values of `linears(node)`; those of None are computed.
+    """
+    given = None if products is None else iter(products)
+
+    def value(node: Node, operands: list[Tensor]) -> Tensor:
         if isinstance(node, Linear):
-            input = node.input.value()
-            return F.linear(input, *(whole(each, input) for each in (node.weight.value(), node.bias)))
+            return product(node) if given is None else next(given)
+        values = replaced(node, operands, lambda each: each.tensor if isinstance(each, Vector) else each)
+        with autocast(operands[0].device, node.autocast):
+            return FUNCTIONS[node.name](*values)
 
-        def value(operand: object) -> object:
-            if isinstance(operand, (Linear, Apply)):
-                return evaluate(operand)
-            return operand.tensor if isinstance(operand, Vector) else operand
-
-        return FUNCTIONS[node.name](*(value(each) for each in node.operands))
+    return fold(node, value)
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
@@ -133,19 +143,47 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def linears(node: Node) -> Iterator[Linear]:
-    """Yield the products of the tree."""
-    if isinstance(node, Linear):
-        yield node
-    for each in _nodes(node):
-        yield from linears(each)
+def fold(node: Node, function: Callable[[Node, list[Value]], Value]) -> Value:
+    """Return function(node, values), where `values` are found in the same way for its operands.
+
+    It is called once for each node, in a fixed order. Operations may share nodes: log p of p log p.
+    """
+    return _fold(node, function, [])
+
+
+def _fold(
+    node: Node, function: Callable[[Node, list[Value]], Value], found: list[tuple[Node, Value]]
+) -> Value:
+    for known, result in found:  # Code that torch.compile traces may not ask for an id.
+        if known is node:
+            return result
+    result = function(node, [_fold(each, function, found) for each in _nodes(node)])
+    found.append((node, result))
+    return result
+
+
+def replaced(node: Apply, nodes: Iterable[object], other: Callable[[object], object]) -> tuple[Any, ...]:
+    """Return the operands with these in place of nodes, and `other` of all others."""
+    each = iter(nodes)
+    return tuple(next(each) if isinstance(own, (Linear, Apply)) else other(own) for own in node.operands)
+
+
+def every(node: Node) -> list[Node]:
+    """Return the nodes of the tree, each once, operands first."""
+    nodes: list[Node] = []
+    fold(node, lambda each, _: nodes.append(each))
+    return nodes
+
+
+def linears(node: Node) -> list[Linear]:
+    """Return the products of the tree."""
+    return [each for each in every(node) if isinstance(each, Linear)]
 
 
 def tensors(node: Node) -> Iterator[Tensor]:
     """Yield the tensors that the logits depend on, first the input of the first product."""
-    for each in _nodes(node):
-        yield from tensors(each)
-    yield from _own_tensors(node)
+    for each in every(node):
+        yield from _own_tensors(each)
 
 
 def _nodes(node: Node) -> list[Node]:
@@ -164,18 +202,20 @@ def _own_tensors(node: Node) -> list[Tensor]:
 
 def hidden(node: Node) -> Tensor:
     """Return the input of the first product, [..., D]; the logits may arrange rows differently."""
-    return next(linears(node)).input.tensor
+    return linears(node)[0].input.tensor
 
 
 def requires_grad(node: Node) -> bool:
-    if isinstance(node, Apply) and node.name == "detach":
-        return False
-    return any(map(requires_grad, _nodes(node))) or any(each.requires_grad for each in _own_tensors(node))
+    def does(node: Node, operands: list[bool]) -> bool:
+        if isinstance(node, Apply) and node.name == "detach":
+            return False
+        return any(operands) or any(each.requires_grad for each in _own_tensors(node))
+
+    return fold(node, does)
 
 
 def mixes_classes(node: Node) -> bool:
-    own = isinstance(node, Apply) and node.name in MIX_CLASSES
-    return own or any(map(mixes_classes, _nodes(node)))
+    return any(isinstance(each, Apply) and each.name in MIX_CLASSES for each in every(node))
 
 
 def check(node: Node) -> None:
@@ -186,29 +226,39 @@ def check(node: Node) -> None:
 
 
 def with_tensors(
-    node: Node, rows: Change | None = None, classes: Change | None = None, scalars: Change | None = None
+    node: Node,
+    *,
+    rows: Change | None = None,
+    weights: Change | None = None,
+    vectors: Change | None = None,
+    scalars: Change | None = None,
 ) -> Node:
     """Return the same tree with other tensors; raise an error if an old one has changed.
 
-    `rows` maps the inputs, `classes` the weights, biases and vectors, `scalars` all other tensors.
+    `rows` maps the inputs, `weights` the weights and biases of products, `vectors` the other
+    operands with one number for each class, `scalars` all other tensors.
     """
-    if isinstance(node, Linear):
+
+    def of_linear(node: Linear) -> Node:
         input, weight = node.input.value(), node.weight.value()
         memory = node.input.memory, node.weight.memory
         return node._replace(
             input=node.input if rows is None else record(rows(input), memory[0]),
-            weight=node.weight if classes is None else record(classes(whole(weight, input)), memory[1]),
-            bias=node.bias if classes is None or node.bias is None else classes(whole(node.bias, input)),
+            weight=node.weight if weights is None else record(weights(whole(weight, input)), memory[1]),
+            bias=node.bias if weights is None or node.bias is None else weights(whole(node.bias, input)),
         )
 
-    def changed(operand: object) -> object:
-        if isinstance(operand, (Linear, Apply)):
-            return with_tensors(operand, rows, classes, scalars)
-        if isinstance(operand, Vector) and classes is not None:
-            return Vector(classes(operand.tensor))
+    def other(operand: object) -> object:
+        if isinstance(operand, Vector) and vectors is not None:
+            return Vector(vectors(operand.tensor))
         return scalars(operand) if isinstance(operand, Tensor) and scalars is not None else operand
 
-    return node._replace(operands=tuple(changed(each) for each in node.operands))
+    def changed(node: Node, operands: list[Node]) -> Node:
+        if isinstance(node, Linear):
+            return of_linear(node)
+        return node._replace(operands=replaced(node, operands, other))
+
+    return fold(node, changed)
 
 
 def is_sharded(node: Node) -> bool:
@@ -224,7 +274,7 @@ def data_mesh(node: Node) -> Any:
 
 def with_whole_weights(node: Node) -> Node:
     """Return the same tree with weights of all classes; all ranks have to call this."""
-    return with_tensors(node, classes=lambda tensor: tensor) if is_sharded(node) else node
+    return with_tensors(node, weights=lambda tensor: tensor) if is_sharded(node) else node
 
 
 def with_first_input(node: Node, change: Change) -> Node:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector, is_sharded, with_whole_weights
+from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.expression import Linear, Node, Vector, is_sharded, with_whole_weights
 from lowtide.deferred.recorded.sharded import detached, takes_vector
 
 # float16 inputs keep most of their digits if they are multiplied by a float in this range.
@@ -74,15 +75,20 @@ def match_head(node: Node) -> tuple[Node, LinearHead | None]:
 
 def _match(node: Node) -> LinearHead | None:
     """Return the expression as a head, or None if it has another form."""
+    return expression.fold(node, _matched)
+
+
+def _matched(node: Node, heads: list[LinearHead | None]) -> LinearHead | None:
+    """Return the node as a head, given its operands as heads."""
     if isinstance(node, Linear):
         inputs, weights = (node.input.value(),), (node.weight.value(),)
         return LinearHead(inputs, weights, node.bias, node.autocast, node.dtype)
-    below = _match(node.first)
-    head = None if below is None else _applied(below, node.name, node.operands[1:])
+    below, *rest = expression.replaced(node, heads, lambda operand: operand)
+    head = None if below is None else _applied(below, node.name, rest)
     return head if head is not None and _is_sound(head, node.dtype) else None
 
 
-def _applied(head: LinearHead, name: str, rest: tuple[object, ...]) -> LinearHead | None:
+def _applied(head: LinearHead, name: str, rest: list[object]) -> LinearHead | None:
     match name, rest:
         case ("clone", []) | ("to", [torch.dtype()]):
             return head
@@ -100,8 +106,8 @@ def _applied(head: LinearHead, name: str, rest: tuple[object, ...]) -> LinearHea
             return _shifted(head, bias_V)
         case "sub", [Vector(bias_V)]:
             return _shifted(head, -bias_V)
-        case "add", [Linear() | Apply() as other]:
-            return _sum(head, _match(other))
+        case "add", [LinearHead() as other]:
+            return _scaled(head, 2.0) if other is head else _sum(head, other)
     return None
 
 
@@ -145,8 +151,8 @@ def _shifted(head: LinearHead, bias_V: Tensor) -> LinearHead | None:
     return head._replace(bias=_sum_of_biases(head, head.bias, bias_V))
 
 
-def _sum(one: LinearHead, other: LinearHead | None) -> LinearHead | None:
-    if other is None or one.cap is not None or other.cap is not None:
+def _sum(one: LinearHead, other: LinearHead) -> LinearHead | None:
+    if one.cap is not None or other.cap is not None:
         return None
     if (one.autocast, one.dtype) != (other.autocast, other.dtype):
         return None  # Such as a float32 adapter beside a bfloat16 head.

@@ -1,0 +1,74 @@
+"""Products of deferred logits: once for all operations that share them, and for blocks of rows.
+
+Shapes: B sequences, T tokens, V classes.
+"""
+
+import pytest
+
+import lowtide
+from lowtide.deferred.recorded import chunks, expression
+from tests.deferred.helpers import B, T, V, differentiated, make
+from tests.ops.chunked_loss.helpers import close
+
+
+def entropy(z):
+    log_p = z.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1) + z.tanh().sum(-1)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """The rows of each product."""
+    rows = []
+
+    def noted(linear, of=expression.product):
+        rows.append(linear.input.tensor.shape[0])
+        return of(linear)
+
+    monkeypatch.setattr(expression, "product", noted)
+    return rows
+
+
+@pytest.mark.parametrize("rows", [B * T, 8])
+def test_shared_product_once_for_a_block(products, monkeypatch, rows):
+    """One in forward and one in backward for each block, in which chunks have 4 rows."""
+    monkeypatch.setattr(chunks, "_sizes", lambda *_: (rows, 4))
+    model, tokens, _ = make(bias=True)
+    expected = differentiated(model, entropy(model(tokens)[0]))
+    with lowtide.defer_logits(model) as deferral:
+        z = model(tokens)[0] * 1.5 / 1.5
+        log_p = z.log_softmax(-1)
+        found = differentiated(model, -(log_p.exp() * log_p).sum(-1) + z.tanh().sum(-1))
+    close(found, expected)
+    assert deferral.materialized == {}
+    blocks = [min(rows, B * T - start) for start in range(0, B * T, rows)]
+    assert products == blocks * 4  # two sums over classes, forward and backward
+
+
+@pytest.mark.parametrize("workspace", [2**14, 2**15, 2**16, None])
+def test_sizes_fit_in_the_workspace(workspace):
+    model, tokens, _ = make(bias=True)
+    with lowtide.defer_logits(model):
+        node = model(tokens)[0].softmax(-1).node
+    for N in (1, 20, 1000):
+        block, chunk = chunks._sizes(node, N, node.dtype, workspace)
+        held = block * 2 * V * 8 + chunk * chunks.COPIES * V * 8
+        assert 1 <= block <= N
+        assert chunk >= 1
+        assert held <= (workspace or chunks.ROOM["cpu"])
+        assert block == N or held > 0.45 * workspace  # half for each
+
+
+def test_deep_expression_of_shared_operations():
+    """A product with itself, 40 times over, has 2^40 paths and 41 nodes."""
+    model, tokens, _ = make()
+
+    def use(z):
+        for _ in range(40):
+            z = (z + z) * 0.5
+        return z.logsumexp(-1) + z.tanh().sum(-1)
+
+    expected = differentiated(model, use(model(tokens)[0]))
+    with lowtide.defer_logits(model) as deferral:
+        close(differentiated(model, use(model(tokens)[0])), expected)
+    assert deferral.materialized == {}
