@@ -6,9 +6,10 @@ Modules, in import order (a module imports only from those above it):
 * indexing: operations that select, reshape or permute rows and classes.
 * row_values: functions of the rows that no operator has, a chunk of rows at a time.
 * log_probs: log-probabilities, logsumexp and picked logits, by the fused operator.
+* reductions: argmax, sums and means over the classes, and entropies by the fused operator.
 * loss: the cross-entropy, by the fused operator or a chunk of rows at a time.
 """
 
-from lowtide.deferred.operations import elementwise, indexing, log_probs, loss, row_values
+from lowtide.deferred.operations import elementwise, indexing, log_probs, loss, reductions, row_values
 
-__all__ = ["elementwise", "indexing", "log_probs", "loss", "row_values"]
+__all__ = ["elementwise", "indexing", "log_probs", "loss", "reductions", "row_values"]

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.autodiff import in_shape
+from lowtide.core.autodiff import in_shape, in_transform
 from lowtide.core.checks import HALVES
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.row_function import Tensors
 from lowtide.deferred.operations.row_values import by_rows, class_dim, counted
 from lowtide.deferred.proxies.counts import FUSED_LOSS
 from lowtide.deferred.proxies.handlers import handles
+from lowtide.deferred.proxies.head_call import HeadCall, Pass
 from lowtide.deferred.proxies.logits import DeferredLogits
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
@@ -32,8 +33,7 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     if head is None:
         (result,) = by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),))
     else:
-        target = torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=input.device)
-        result = in_shape(_log_probs(head, target, input.head_call.workspace).logsumexp, input.rows)
+        result = in_shape(one_pass(input.head_call, head).logsumexp, input.rows)
     result = counted(input, result)
     return result.unsqueeze(place) if keepdim else result
 
@@ -46,10 +46,10 @@ def gather(input: DeferredLogits, dim: int, index: Any, *, sparse_grad: bool = F
         return NotImplemented
     node = input.checked()
     if index.shape[-1] == 1:
-        flat, workspace = index.reshape(expression.hidden(node).shape[:-1]), input.head_call.workspace
-        picked = _picked(node, flat, workspace)
+        flat, call = index.reshape(expression.hidden(node).shape[:-1]), input.head_call
+        picked = _picked(node, flat, call)
         if picked is None:
-            picked = _picked_logits(node, flat, workspace)
+            picked = _picked_logits(node, flat, call)
         if picked is not None:
             # A function of log-probabilities (exp) may have saved its result for backward.
             saved = isinstance(node, Apply) and node.name != "log_softmax"
@@ -66,24 +66,27 @@ def take_along_dim(input: DeferredLogits, indices: Any, dim: int | None = None) 
     return gather(input, dim, torch.where(indices < 0, indices + input.classes, indices))  # type: ignore[arg-type]
 
 
-def _picked(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
-    """Return each row's value at class `index` if the node computes on a log-softmax, else None.
+def _picked(node: Node, index: Tensor, call: HeadCall) -> Tensor | None:
+    """Return each row's value at class `index` if the node computes on a softmax, else None.
 
     The log-probability is computed for that class only, and the later operations are applied to it.
     """
     if isinstance(node, Linear) or any(isinstance(each, Vector) for each in node.operands):
         return None
     below, rest = node.first, node.operands[1:]
-    if node.name == "log_softmax":
+    if node.name in expression.MIX_CLASSES:
         _, head = match_head(below)
-        return None if head is None else _log_probs(head, index, workspace).log_prob
-    if node.name == "softmax" or any(isinstance(each, (Linear, Apply)) for each in rest):
+        if head is None:
+            return None
+        log_prob = one_pass(call, head, index).log_prob
+        return log_prob if node.name == "log_softmax" else log_prob.exp().to(node.dtype)
+    if any(isinstance(each, (Linear, Apply)) for each in rest):
         return None
-    picked = _picked(below, index, workspace)
+    picked = _picked(below, index, call)
     return None if picked is None else expression.FUNCTIONS[node.name](picked, *rest)
 
 
-def _picked_logits(node: Node, index: Tensor, workspace: int | None) -> Tensor | None:
+def _picked_logits(node: Node, index: Tensor, call: HeadCall) -> Tensor | None:
     """Return each row's logit of class `index` if the head computes in half precision, else None.
 
     The logit is float32 and not rounded, like the logsumexp. For a confident token the two are
@@ -92,7 +95,7 @@ def _picked_logits(node: Node, index: Tensor, workspace: int | None) -> Tensor |
     _, head = match_head(node)
     if head is None or head.dtype not in HALVES:
         return None
-    found = _log_probs(head, index, workspace)
+    found = one_pass(call, head, index)
     return found.log_prob + found.logsumexp
 
 
@@ -106,7 +109,7 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     head = match_head(input.checked())[1] if deferred else None
     if head is not None:
         flat = target.reshape(head.inputs[0].shape[:-1])
-        results = _log_probs(head, flat, input.head_call.workspace)
+        results = one_pass(input.head_call, head, flat)
         first = input.head_call.counts.on(results.log_prob, FUSED_LOSS)
         return dispatch.LogProbs(*(in_shape(each, input.rows) for each in results._replace(log_prob=first)))
     if deferred:
@@ -123,6 +126,28 @@ def _log_probs_of_rows(z_V: Any, target: Tensor) -> Tensors:
         z_V.to(log_p.dtype).logsumexp(-1),
         z_V.argmax(-1),
     )
+
+
+def one_pass(call: HeadCall, head: LinearHead, target: Tensor | None = None) -> dispatch.LogProbs:
+    """Return the log-probability of the target, and all that a pass over the classes gives beside.
+
+    Without a target the log-probability is that of any class, and the last pass of this call of the
+    head may have found the rest. Then backward takes one pass for both.
+    """
+    # The two runs of a checkpoint have to save the same tensors.
+    if torch.compiler.is_compiling() or in_transform(head.inputs[0]) or call.in_other_checkpoint:
+        return _log_probs(head, _any_class(head) if target is None else target, call.workspace)
+    last, grad = call.last_pass, torch.is_grad_enabled()
+    if target is None and last is not None and last.serves(head, grad):
+        # Each result is the caller's own, to be changed in place.
+        return dispatch.LogProbs(*(each.clone() for each in last.results))
+    results = _log_probs(head, _any_class(head) if target is None else target, call.workspace)
+    call.last_pass = Pass(head, grad, results)
+    return results
+
+
+def _any_class(head: LinearHead) -> Tensor:
+    return torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=head.inputs[0].device)
 
 
 def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispatch.LogProbs:

@@ -3,7 +3,6 @@
 Shapes: [...] are the rows, V classes; C rows of a chunk, K numbers picked from each.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -17,50 +16,15 @@ from lowtide.deferred.proxies.logits import DeferredLogits
 from lowtide.deferred.recorded import chunks
 
 
-@handles("argmax", "sum", "mean", pass_name=True)
-def reduce(
-    name: str, input: DeferredLogits, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
-    options = {} if dtype is None else {"dtype": dtype}
-    dims = _dims_with_classes(input, dim)
-    if name != "argmax" and dims and class_dim(input, dim) is None:
-        return _total(name, input, dims, keepdim, options)
-    results = _of_classes(input, dim, keepdim, 1, lambda z_CV: (getattr(z_CV, name)(-1, **options),))
-    return NotImplemented if results is None else counted(input, results[0])
-
-
-def _dims_with_classes(input: DeferredLogits, dim: Any) -> tuple[int, ...]:
-    """Return the dimensions that `dim` names if the one of the classes is among them, else ()."""
-    named = tuple(dim) if isinstance(dim, (tuple, list)) else () if dim is None else (dim,)
-    if not all(isinstance(each, int) and -input.dim() <= each < input.dim() for each in named):
-        return ()
-    dims = tuple({each % input.dim() for each in named or range(input.dim())})
-    # torch raises its own error for a dimension that is named twice.
-    return dims if input.class_dim in dims and len(named) in (0, len(dims)) else ()
-
-
-def _total(name: str, input: DeferredLogits, dims: tuple[int, ...], keepdim: bool, options: Any) -> Any:
-    """Sum or average over classes and rows, in float32 at least, as torch does."""
-    dtype = getattr(torch.empty((), dtype=input.dtype, device=input.device), name)(**options).dtype
-    if torch.compiler.is_compiling() or not dtype.is_floating_point:  # the first would break the graph
-        return NotImplemented
-    wide = torch.promote_types(dtype, torch.float32)
-    (sums,) = by_rows(input, 1, lambda z_CV: (z_CV.sum(-1, dtype=wide),))
-    total = sums.unsqueeze(input.class_dim).sum(dims, keepdim)
-    if name == "mean":
-        total = total / math.prod(input.shape[each] for each in dims)
-    return counted(input, total.to(dtype))
-
-
 @handles("amax")
 def amax(input: DeferredLogits, dim: Any = (), keepdim: bool = False) -> Any:
-    results = _of_classes(input, dim, keepdim, 1, lambda z_CV: (z_CV.amax(-1),), picks=True)
+    results = of_classes(input, dim, keepdim, 1, lambda z_CV: (z_CV.amax(-1),), picks=True)
     return NotImplemented if results is None else results[0]
 
 
 @handles("max")
 def max_(input: DeferredLogits, dim: Any = None, keepdim: bool = False) -> Any:
-    results = _of_classes(input, dim, keepdim, 2, lambda z_CV: tuple(z_CV.max(-1)), picks=True)
+    results = of_classes(input, dim, keepdim, 2, lambda z_CV: tuple(z_CV.max(-1)), picks=True)
     return NotImplemented if results is None else torch.return_types.max(results)
 
 
@@ -72,7 +36,7 @@ def topk(input: DeferredLogits, k: int, dim: int = -1, largest: bool = True, sor
     return torch.return_types.topk(results)
 
 
-def _of_classes(
+def of_classes(
     input: DeferredLogits,
     dim: Any,
     keepdim: bool,

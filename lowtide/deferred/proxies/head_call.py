@@ -14,6 +14,32 @@ from lowtide.deferred.proxies.autograd_functions import (
     running_forwards,
 )
 from lowtide.deferred.proxies.counts import Counts
+from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded.match_head import LinearHead
+from lowtide.ops.linear_cross_entropy import LogProbs
+
+
+class Pass:
+    """Hold the results of a pass over the classes of a head, for operations that need others."""
+
+    def __init__(self, head: LinearHead, grad: bool, results: LogProbs) -> None:
+        self.head, self.grad, self.results = head, grad, results
+        self.versions = self._versions()
+
+    def serves(self, head: LinearHead, grad: bool) -> bool:
+        """Return whether a pass over this head now would give the same results."""
+        # Tensors of inference mode have no version that tells of a change in place.
+        versions = self._versions()
+        return (
+            self.head.is_same(head)
+            and self.grad == grad
+            and self.versions == versions
+            and None not in versions
+        )
+
+    def _versions(self) -> list[int | None]:
+        tensors = (*self.results, *self.head.inputs, *self.head.weights)
+        return [expression.version(each) for each in tensors]
 
 
 class HeadCall:
@@ -27,6 +53,8 @@ class HeadCall:
         """The number of outputs of the product that makes the logits."""
         self.grad = torch.is_grad_enabled()
         """True if gradients were on where the head was called."""
+        self.last_pass: Pass | None = None
+        """The last pass of the fused operator over the logits' classes."""
         self.picked = False
         """True once values of the logits have been picked from chunks (topk, max, ...)."""
         self.accounted = False

@@ -43,6 +43,17 @@ class LinearHead(NamedTuple):
     """It is kept apart from the scale, so that / 30 and * 30 give exactly 1."""
     cap: float | None = None
 
+    def is_same(self, other: "LinearHead") -> bool:
+        """Return whether both are made of the same tensors and numbers."""
+
+        def same(one: Any, two: Any) -> bool:
+            if isinstance(one, tuple):
+                return isinstance(two, tuple) and len(one) == len(two) and all(map(same, one, two))
+            tensors = isinstance(one, Tensor) or isinstance(two, Tensor)
+            return one is two if tensors else one == two
+
+        return all(map(same, self, other))
+
     @property
     def sum_dtype(self) -> torch.dtype:
         """Return the dtype that the operators compute in."""

@@ -1,0 +1,102 @@
+"""Entropies as people write them take one pass of the operator, shared with log-probabilities.
+
+Shapes: B sequences, T tokens, V classes.
+"""
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.ops.linear_cross_entropy import dispatch
+from tests.deferred.helpers import B, T, V, make, plain_and_deferred, roundings
+from tests.ops.chunked_loss.helpers import close
+
+INDEX = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
+
+
+def picked(log_p):
+    return log_p.gather(-1, INDEX[..., None]).squeeze(-1)
+
+
+def of_logps(z):
+    log_p = z.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def of_probabilities(z):
+    return torch.logsumexp(z, dim=-1) - torch.sum(z.softmax(-1) * z, dim=-1)
+
+
+def with_log_probabilities(z):
+    log_p = torch.log_softmax(z / 0.7, -1)
+    return picked(log_p) - 0.01 * (log_p.exp() * log_p).sum(-1)
+
+
+ONE_PASS = {
+    "log-probabilities first": of_logps,
+    "probabilities first": lambda z: (-z.log_softmax(-1) * z.softmax(-1)).sum(dim=-1),
+    "by logits": of_probabilities,
+    "capped": lambda z: of_probabilities(30 * torch.tanh(z / 30)),
+    "mean": lambda z: (2 * z.softmax(-1) * z.log_softmax(-1)).mean(-1, keepdim=True).squeeze(-1),
+    "another dtype": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1, dtype=torch.float32).double(),
+    "with log-probabilities": with_log_probabilities,
+    "selective": lambda z: picked(z.log_softmax(-1)) * z.logsumexp(-1),
+}
+SEVERAL_PASSES = {
+    "two temperatures": lambda z: (z.softmax(-1) * (z / 2).log_softmax(-1)).sum(-1),
+    "three factors": lambda z: (z.softmax(-1) * z * z).sum(-1),
+    "two heads' calls": lambda z: (z.softmax(-1) * z[:, :T].log_softmax(-1)).sum(-1),
+}
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    calls = []
+
+    def noted(*arguments, of=dispatch.log_probs, **options):
+        calls.append(arguments)
+        return of(*arguments, **options)
+
+    monkeypatch.setattr(dispatch, "log_probs", noted)
+    return calls
+
+
+@pytest.mark.parametrize("name", [*ONE_PASS, *SEVERAL_PASSES])
+def test_entropy(passes, name):
+    use = ONE_PASS.get(name) or SEVERAL_PASSES[name]
+    model, tokens, _ = make(bias=True)
+    expected, found, deferral = plain_and_deferred(model, lambda model: use(model(tokens)[0]))
+    of_eager = roundings(model, lambda model: use(model(tokens)[0]), expected)
+    close(found, expected, torch.float32 if name == "another dtype" else torch.float64, of_eager)
+    assert deferral.materialized == {}
+    assert len(passes) == (name in ONE_PASS)
+
+
+def test_results_of_a_pass_are_changed_in_place(passes):
+    """A result that has been changed serves no other operation, and none is given twice."""
+    model, tokens, _ = make()
+    z = model(tokens)[0].detach()
+    with lowtide.defer_logits(model):
+        deferred = model(tokens)[0]
+        chosen = picked(deferred.log_softmax(-1))
+        first, second = deferred.logsumexp(-1), deferred.logsumexp(-1)
+        assert len(passes) == 1
+        first.zero_()
+        close(second.detach(), z.logsumexp(-1))
+        chosen.zero_()
+        close(of_logps(deferred).detach(), of_logps(z))
+    assert len(passes) == 2
+
+
+def test_pass_without_gradients_serves_none_with():
+    model, tokens, _ = make()
+
+    def use(model):
+        z = model(tokens)[0]
+        with torch.no_grad():
+            picked(z.log_softmax(-1))
+            z.logsumexp(-1)
+        return of_logps(z)
+
+    expected, found, _ = plain_and_deferred(model, use)
+    close(found, expected, roundings=roundings(model, use, expected))
