@@ -48,10 +48,11 @@ def test_shared_product_once_for_a_block(products, monkeypatch, rows):
 def test_sizes_fit_in_the_workspace(workspace):
     model, tokens, _ = make(bias=True)
     with lowtide.defer_logits(model):
-        node = model(tokens)[0].softmax(-1).node
+        node = (model(tokens)[0] * 2).softmax(-1).node
     for N in (1, 20, 1000):
-        block, chunk = chunks._sizes(node, N, node.dtype, workspace)
-        held = block * 2 * V * 8 + chunk * chunks.COPIES * V * 8
+        block, chunk = chunks._sizes(node, N, 3, node.dtype, workspace)
+        # a product and its gradient; two operations, three numbers of the function, a gradient
+        held = block * 2 * V * 8 + chunk * (2 + 3 + 1) * V * 8
         assert 1 <= block <= N
         assert chunk >= 1
         assert held <= (workspace or chunks.ROOM["cpu"])

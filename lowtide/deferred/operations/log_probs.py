@@ -10,12 +10,11 @@ from torch import Tensor
 
 from lowtide.core.autodiff import in_shape, in_transform
 from lowtide.core.checks import HALVES
-from lowtide.core.collectives import is_dtensor
 from lowtide.core.row_function import Tensors
 from lowtide.deferred.operations.row_values import by_rows, class_dim, counted
 from lowtide.deferred.proxies.counts import FUSED_LOSS
 from lowtide.deferred.proxies.handlers import handles
-from lowtide.deferred.proxies.head_call import HeadCall, Pass
+from lowtide.deferred.proxies.head_call import HeadCall, HeadPass
 from lowtide.deferred.proxies.logits import DeferredLogits
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
@@ -31,7 +30,7 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
         return NotImplemented
     _, head = match_head(input.checked())
     if head is None:
-        (result,) = by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),))
+        (result,) = by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),), copies=2)
     else:
         result = in_shape(one_pass(input.head_call, head).logsumexp, input.rows)
     result = counted(input, result)
@@ -113,7 +112,7 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
         first = input.head_call.counts.on(results.log_prob, FUSED_LOSS)
         return dispatch.LogProbs(*(in_shape(each, input.rows) for each in results._replace(log_prob=first)))
     if deferred:
-        first, *others = by_rows(input, 4, _log_probs_of_rows, target)
+        first, *others = by_rows(input, 4, _log_probs_of_rows, target, copies=6)
         return dispatch.LogProbs(counted(input, first), *others)
     return dispatch.LogProbs(*_log_probs_of_rows(input, target))
 
@@ -142,7 +141,7 @@ def one_pass(call: HeadCall, head: LinearHead, target: Tensor | None = None) -> 
         # Each result is the caller's own, to be changed in place.
         return dispatch.LogProbs(*(each.clone() for each in last.results))
     results = _log_probs(head, _any_class(head) if target is None else target, call.workspace)
-    call.last_pass = Pass(head, grad, results)
+    call.last_pass = HeadPass(head, grad, results)
     return results
 
 
@@ -153,6 +152,6 @@ def _any_class(head: LinearHead) -> Tensor:
 def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispatch.LogProbs:
     options = head.options | {"ignore_index": NO_CLASS, "workspace": workspace}
     with expression.autocast(target.device, head.autocast):
-        if is_dtensor(head.weights[0]):
+        if len(head.weights) == 1:  # The public function remembers such calls.
             return linear_log_probs(head.inputs[0], head.weights[0], target, **options)
         return dispatch.log_probs(head.inputs, head.weights, target, **options)

@@ -150,7 +150,10 @@ def _undivided(
     row and takes one more product.
     """
     counts, reduction = input.head_call.counts, options["reduction"]
-    call = functools.partial(dispatch.cross_entropy, head.inputs, head.weights, target)
+    if len(head.weights) == 1:  # The public function remembers such calls.
+        call = functools.partial(linear_cross_entropy, head.inputs[0], head.weights[0], target)
+    else:
+        call = functools.partial(dispatch.cross_entropy, head.inputs, head.weights, target)
     features = sum(each.shape[-1] for each in head.weights if each.requires_grad)
     # The two runs of a checkpoint have to choose alike.
     chooses = not torch.compiler.is_compiling() and running_checkpoint() is None
@@ -184,7 +187,7 @@ def _by_chunks(
 
     others = () if weight is None else (weight,)
     shape = expression.hidden(node).shape[:-1]
-    (loss,) = chunks.by_rows(node, shape, 1, losses, target, others=others, workspace=workspace)
+    (loss,) = chunks.by_rows(node, shape, 1, losses, target, others=others, copies=4, workspace=workspace)
     return _reduced(loss, target, weight, ignore_index, reduction)
 
 

@@ -65,6 +65,7 @@ def by_rows(
     results: int,
     function: chunks.RowFunction,
     *row_tensors: Tensor,
+    copies: int = 1,
     picks: bool = False,
 ) -> Tensors:
     """Return results of the rows, as `chunks.by_rows` does.
@@ -72,7 +73,7 @@ def by_rows(
     With `picks` they are logits themselves, and logits that are made real later have their bits.
     """
     call = input.head_call
-    options: dict[str, Any] = {"workspace": call.workspace, "as_logits": picks}
+    options: dict[str, Any] = {"copies": copies, "workspace": call.workspace, "as_logits": picks}
     found = chunks.by_rows(input.checked(), input.rows, results, function, *row_tensors, **options)
     call.picked |= picks
     return found

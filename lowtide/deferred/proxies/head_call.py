@@ -19,7 +19,7 @@ from lowtide.deferred.recorded.match_head import LinearHead
 from lowtide.ops.linear_cross_entropy import LogProbs
 
 
-class Pass:
+class HeadPass:
     """Hold the results of a pass over the classes of a head, for operations that need others."""
 
     def __init__(self, head: LinearHead, grad: bool, results: LogProbs) -> None:
@@ -53,7 +53,7 @@ class HeadCall:
         """The number of outputs of the product that makes the logits."""
         self.grad = torch.is_grad_enabled()
         """True if gradients were on where the head was called."""
-        self.last_pass: Pass | None = None
+        self.last_pass: HeadPass | None = None
         """The last pass of the fused operator over the logits' classes."""
         self.picked = False
         """True once values of the logits have been picked from chunks (topk, max, ...)."""

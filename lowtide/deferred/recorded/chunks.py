@@ -15,7 +15,6 @@ from lowtide.core.autodiff import in_shape
 from lowtide.core.kernels.devices import counted_as
 from lowtide.core.row_function import OfProducts, Rowwise, Tensors
 from lowtide.deferred.recorded import expression
-from lowtide.ops.linear_cross_entropy.operator.higher_order import COPIES
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE, ROOM
 
@@ -29,6 +28,7 @@ def by_rows(
     function: RowFunction,
     *row_tensors: Tensor,
     others: Tensors = (),
+    copies: int = 1,
     workspace: int | None,
     as_logits: bool = False,
 ) -> Tensors:
@@ -39,6 +39,7 @@ def by_rows(
     `parts` are the chunk's rows of row_tensors. The results are differentiable, and nothing of a
     chunk is kept. A half-precision parameter's gradient is summed over the chunks in float32.
 
+    `copies` says how many numbers the function itself holds for each logit, in float32 at least.
     Blocks and chunks of rows fit into `workspace` bytes; None takes the default, which depends on
     the dtype. With `as_logits` it is that of the first product's dtype: then a cast to float32
     changes no block, and all logits come from products of equal shapes.
@@ -65,7 +66,7 @@ def by_rows(
         return function(logits_CV, *rows[len(inputs) :], *whole[len(vectors) + len(scalars) :]), ()
 
     dtype = expression.linears(node)[0].dtype if as_logits else node.dtype
-    block, chunk = _sizes(node, N, dtype, workspace)
+    block, chunk = _sizes(node, N, copies, dtype, workspace)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
         of_products = Rowwise(rest, len(rows), results, chunk)
@@ -88,20 +89,25 @@ def _take_from(tensors: Tensors) -> expression.Change:
     return lambda _: next(each)
 
 
-def _sizes(node: expression.Node, N: int, dtype: torch.dtype, workspace: int | None) -> tuple[int, int]:
+def _sizes(
+    node: expression.Node, N: int, copies: int, dtype: torch.dtype, workspace: int | None
+) -> tuple[int, int]:
     """Return the rows of a block, whose products are held, and those of a chunk, in this workspace.
 
-    A block has its products and their gradients. The default takes no more than logits of `dtype`
-    would in forward and backward, but at least ROOM, since chunks need enough rows.
+    A block has its products and their gradients, a chunk the results of all other operations. The
+    default takes no more than logits of `dtype` would in forward and backward, but at least ROOM,
+    since chunks need enough rows.
     """
-    linears = expression.linears(node)
+    linears, wide = expression.linears(node), max(node.dtype.itemsize, 4)
     V, device = linears[0].weight.tensor.shape[0], counted_as(linears[0].input.tensor.device.type)
-    of_chunk = COPIES * V * max(node.dtype.itemsize, 4)
     of_block = 2 * V * sum(each.dtype.itemsize for each in linears)
+    applied = sum(each.dtype.itemsize for each in expression.every(node)) - of_block // (2 * V)
+    # One of each operation's gradient and of what it is added to
+    of_chunk = V * (applied + (copies + 1) * wide)
     default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * dtype.itemsize))
     held = default if workspace is None else workspace
     if workspace is not None and workspace < of_chunk + of_block:
-        name = f"one row of {V} logits, {COPIES} times over in a loss by chunks"
+        name = f"one row of {V} logits, and what their operations and the loss hold of it"
         raise too_small(workspace, of_chunk + of_block, name)
     chunk = max(1, held // 2 // of_chunk)
     block = max(1, min(N, (held - chunk * of_chunk) // of_block))
