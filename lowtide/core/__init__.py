@@ -13,7 +13,7 @@ collectives       gathers and sums over the ranks of a process group, by its nam
 recording/        record what a function does with its tensors; repeat it for tensors alike
 elementwise       exponentials in place, and the slope of a soft cap, in torch
 autodiff          which transforms are active; gradients that can be differentiated again
-row_function      a function of rows, computed chunk by chunk, with derivatives of any order
+rowwise/          a function of rows, computed chunk by chunk, with derivatives of any order
 matmul            operands by chunks of rows and blocks of classes; GEMMs with float32 accumulators
 pending_gradient  the factor that all rows share: which part of it is applied when
 fsdp              parameters that FSDP2 shards: gathered once, gradients reduced

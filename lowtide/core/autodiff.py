@@ -1,6 +1,6 @@
 """Tell which transforms are active, walk over graphs, and compute differentiable gradients.
 
-Each operator's backward asks here whether it has to use the row function (row_function.py), which
+Each operator's backward asks here whether it has to use the row function (rowwise/), which
 supports all transforms.
 """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import in_shape
 from lowtide.core.kernels.devices import counted_as
-from lowtide.core.row_function import OfProducts, Rowwise, Tensors
+from lowtide.core.rowwise.row_function import OfProducts, Rowwise, Tensors
 from lowtide.deferred.recorded import expression
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE, ROOM

@@ -1,4 +1,4 @@
-"""Compute the loss as a rowwise function (core/row_function.py), with derivatives of any order.
+"""Compute the loss as a rowwise function (core/rowwise/), with derivatives of any order.
 
 Three things need it: a backward with create_graph=True, the transforms of torch.func, and forward
 mode. Each derivative is computed chunk by chunk like the loss itself, and nothing of a chunk is
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowtide.core import torch_private
-from lowtide.core.row_function import RowDerivative, RowFunction, Tensors, as_variables, at, split
+from lowtide.core.rowwise.row_function import RowDerivative, RowFunction, Tensors, as_variables, at, split
 from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional.leaves import captured_error, captured_names
 from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, check_none

@@ -1,7 +1,7 @@
 """Compute what the operator does not support: derivatives of higher order, forward mode, vmap.
 
 The functions here differentiate the definition itself, a chunk of rows at a time
-(core/row_function.py). This is exact and takes bounded memory, but it is not fast.
+(core/rowwise/). This is exact and takes bounded memory, but it is not fast.
 
 Shapes: N rows, V classes; C rows of a chunk.
 """
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, in_shape, without_autocast
-from lowtide.core.row_function import Rowwise, Tensors
+from lowtide.core.rowwise.row_function import Rowwise, Tensors
 from lowtide.ops.distillation import divergences
 from lowtide.ops.distillation.heads import DistillationOptions, Heads, Side
 from lowtide.ops.linear_cross_entropy.operator import higher_order

@@ -1,6 +1,6 @@
 """Compute what the operators do not support: derivatives of higher order, forward mode, vmap.
 
-The definition itself is differentiated, a chunk of queries at a time (core/row_function.py). The
+The definition itself is differentiated, a chunk of queries at a time (core/rowwise/). The
 results are exact and take O(M) memory, but the computation is slow.
 
 Shapes: B batches, H query heads, G key heads, M queries (m in a chunk), N keys, K features, E of
@@ -9,7 +9,7 @@ values.
 
 from torch import Tensor
 
-from lowtide.core.row_function import Rowwise, Tensors
+from lowtide.core.rowwise.row_function import Rowwise, Tensors
 from lowtide.ops.attention.definition import reference
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
 from lowtide.ops.attention.definition.masks import Intervals, visible

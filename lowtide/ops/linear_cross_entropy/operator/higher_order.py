@@ -2,7 +2,7 @@
 
 The fused operators lack derivatives of higher order, forward mode, vmap, and gradients of a target
 or of class weights. For these the dense definition runs, a chunk of rows at a time
-(core/row_function.py). It is exact and takes bounded memory, but is not fast.
+(core/rowwise/). It is exact and takes bounded memory, but is not fast.
 
 Shapes: N tokens, V classes, P positions.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.kernels.devices import counted_as
-from lowtide.core.row_function import Rowwise, Tensors
+from lowtide.core.rowwise.row_function import Rowwise, Tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, tensors_by_row, with_rows
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small

@@ -1,0 +1,4 @@
+"""Compute functions of rows chunk by chunk, with derivatives of any order.
+
+row_function    the functions, and their derivatives
+"""
