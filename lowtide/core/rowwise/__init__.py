@@ -1,4 +1,5 @@
 """Compute functions of rows chunk by chunk, with derivatives of any order.
 
 row_function    the functions, and their derivatives
+uncompiled      their evaluation, hidden from torch.compile
 """

@@ -18,6 +18,8 @@ from torch import Tensor
 from lowtide.core.autodiff import scatter_gradients
 
 Tensors = tuple[Tensor, ...]
+Both = tuple[Tensors, Tensors]
+"""Results of rows, and sums over rows; a signature that spells this out ends compiled graphs."""
 
 
 class RowDerivative(NamedTuple):
@@ -44,8 +46,11 @@ class RowFunction:
     """Number of outputs that are not differentiated; they come last."""
 
     def __call__(self, *tensors: Tensor) -> Tensors:
-        outputs: Tensors = _Apply.apply(self, *tensors)
-        return outputs
+        if torch.compiler.is_compiling():
+            from lowtide.core.rowwise.uncompiled import evaluate_rows
+
+            return evaluate_rows(self, tensors)
+        return evaluate(self, tensors)
 
     def run(self, *tensors: Tensor) -> Tensors:
         """Compute the outputs: the results of rows, then the sums, then the constants."""
@@ -95,7 +100,7 @@ class Rowwise(RowFunction):
 
     def __init__(
         self,
-        function: Callable[[Tensors, Tensors], tuple[Tensors, Tensors]],
+        function: Callable[[Tensors, Tensors], Both],
         cut: int,
         results: int,
         chunk: int,
@@ -129,7 +134,7 @@ class Rowwise(RowFunction):
         return (*results, *(total.to(dtype) for total, dtype in zip(sums, dtypes)))
 
     def derivative(self, described: RowDerivative, given_rows: int, given_whole: int) -> "Rowwise":
-        def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+        def function(rows: Tensors, whole: Tensors) -> Both:
             whole, last = split(whole, len(whole) - given_whole)
             given, create_graph = (*rows[self.cut :], *last), torch.is_grad_enabled()
             with torch.enable_grad():
@@ -232,24 +237,36 @@ class _Apply(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: Any, rowwise: RowFunction, *tensors: Tensor
     ) -> tuple[Tensors, tuple[int, ...]]:
-        """Compute one element of the batch after the other: memory must not grow with the batch."""
-        batch = list(zip(tensors, in_dims[1:]))
-
-        def call(element: int) -> Tensors:
-            return rowwise(*(each if dim is None else each.select(dim, element) for each, dim in batch))
-
-        if info.batch_size == 0:  # The outputs' shapes come from an element on the meta device.
-            one = (
-                each if dim is None else each.new_empty((*each.shape[:dim], *each.shape[dim + 1 :]))
-                for each, dim in batch
-            )
-            like = rowwise(*(each.to("meta") for each in one))
-            device = tensors[0].device
-            outputs = tuple(torch.empty(0, *each.shape, dtype=each.dtype, device=device) for each in like)
-        else:
-            calls = zip(*map(call, range(info.batch_size)))
-            outputs = tuple(torch.stack(each) for each in calls)
+        outputs = _by_element(rowwise, info.batch_size, tensors, in_dims[1:])
         return outputs, (0,) * len(outputs)
+
+
+def evaluate(rowwise: RowFunction, tensors: Tensors) -> Tensors:
+    """Compute the function by an autograd function."""
+    outputs: Tensors = _Apply.apply(rowwise, *tensors)
+    return outputs
+
+
+def _by_element(rowwise: RowFunction, size: int, tensors: Tensors, dims: Sequence[int | None]) -> Tensors:
+    """Compute one element of a batch after the other: memory must not grow with the batch.
+
+    A dimension of None is that of a tensor which all elements share. The outputs' first dimension
+    is that of the batch.
+    """
+    batch = list(zip(tensors, dims))
+    if size == 0:  # The outputs' shapes come from an element on the meta device.
+        one = (
+            each if dim is None else each.new_empty((*each.shape[:dim], *each.shape[dim + 1 :]))
+            for each, dim in batch
+        )
+        like = rowwise(*(each.to("meta") for each in one))
+        return tuple(torch.empty(0, *each.shape, dtype=each.dtype, device=tensors[0].device) for each in like)
+
+    def call(element: int) -> Tensors:
+        return rowwise(*(each if dim is None else each.select(dim, element) for each, dim in batch))
+
+    calls = zip(*map(call, range(size)))
+    return tuple(torch.stack(each) for each in calls)
 
 
 def _first(term: Tensor, *, alone: bool) -> Tensor:

@@ -9,6 +9,9 @@ GradientInForward   The loss is a sum, so its upstream gradient is one number, a
                     place if the caller retains it.
 Recompute           Backward computes each chunk again. The upstream gradient may differ by row.
 
+torch.compile traces a backward only as part of compiled autograd. It then runs eagerly, like the
+call itself.
+
 With create_graph=True, the backward of both computes the gradients from the inputs again, by
 higher_order.py.
 """
@@ -48,6 +51,14 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> Gradients:  # type: ignore[override]
+        if torch.compiler.is_compiling():
+            from lowtide.ops.chunked_loss.uncompiled import scaled_gradients
+
+            return scaled_gradients(ctx, grad_output)  # type: ignore[no-any-return]
+        return GradientInForward.gradients(ctx, grad_output)
+
+    @staticmethod
+    def gradients(ctx: Any, grad_output: Tensor | None) -> Gradients:
         job, needed = ctx.job, ctx.needs_input_grad[1:]
         if grad_output is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -77,6 +88,14 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None) -> Gradients:  # type: ignore[override]
+        if torch.compiler.is_compiling():
+            from lowtide.ops.chunked_loss.uncompiled import recomputed_gradients as uncompiled
+
+            return uncompiled(ctx, grad_output)  # type: ignore[no-any-return]
+        return Recompute.gradients(ctx, grad_output)
+
+    @staticmethod
+    def gradients(ctx: Any, grad_output: Tensor | None) -> Gradients:
         job, needed = ctx.job, ctx.needs_input_grad[1:]
         if grad_output is None:
             return (None,) * len(ctx.needs_input_grad)

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowtide.core import torch_private
-from lowtide.core.rowwise.row_function import RowDerivative, RowFunction, Tensors, as_variables, at, split
+from lowtide.core.rowwise.row_function import (
+    Both,
+    RowDerivative,
+    RowFunction,
+    Tensors,
+    as_variables,
+    at,
+    split,
+)
 from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional.leaves import captured_error, captured_names
 from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, check_none
@@ -25,8 +33,6 @@ from lowtide.ops.chunked_loss.isolation import isolated
 from lowtide.ops.chunked_loss.job import Job
 from lowtide.ops.chunked_loss.loop import loss_alone
 from lowtide.ops.chunked_loss.replay import Replay
-
-Both = tuple[Tensors, Tensors]
 
 
 def loss_in_transform(job: Job, tensors: Tensors) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, in_shape, without_autocast
-from lowtide.core.rowwise.row_function import Rowwise, Tensors
+from lowtide.core.rowwise.row_function import Both, Rowwise, Tensors
 from lowtide.ops.distillation import divergences
 from lowtide.ops.distillation.heads import DistillationOptions, Heads, Side
 from lowtide.ops.linear_cross_entropy.operator import higher_order
@@ -32,7 +32,7 @@ def distillation(heads: Heads, options: DistillationOptions) -> Tensor:
     cut = [place for place in present if Heads._fields[place] in CUT]
     order = cut + [place for place in present if place not in cut]
 
-    def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+    def chunk(rows: Tensors, whole: Tensors) -> Both:
         given = dict(zip(order, (*rows, *whole)))
         return (_losses(Heads(*(given.get(place) for place in range(len(flat)))), options),), ()
 

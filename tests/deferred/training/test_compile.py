@@ -123,6 +123,30 @@ def test_compile(name):
 
 
 @needs_tracing
+@quiet
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+def test_step_with_backward(compiled_autograd, monkeypatch):
+    """An entropy by chunks, and its backward, in a compiled step; both run eagerly."""
+    monkeypatch.undo()  # conftest.py's torch.empty would be traced
+    model, tokens, _ = make()
+
+    def entropy():
+        log_probs = model(tokens)[0].log_softmax(-1)
+        return (log_probs.exp() * log_probs).sum(-1).square().mean()
+
+    expected = differentiated(model, entropy())
+    torch._dynamo.reset()
+    with (
+        lowtide.defer_logits(model) as deferral,
+        torch._dynamo.config.patch(compiled_autograd=compiled_autograd),
+    ):
+        torch.compile(lambda: entropy().backward(), backend="aot_eager")()
+        assert deferral.fused == 1
+    close([each.grad for each in model.parameters()], expected[1:])
+
+
+@needs_tracing
 @pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
 def test_compile_real_logits_without_gradients():
     """A number that is logged takes no gradient; the loss of the same logits keeps its own."""

@@ -91,6 +91,24 @@ def test_compile_step_memory(device, mode):
     assert whole.largest >= N * V * 4
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_autograd(mode, monkeypatch):
+    """A graph of the whole backward leaves out that of the chunks, which runs eagerly."""
+    monkeypatch.undo()  # conftest.py's torch.empty would be traced
+    head, hidden, labels = make()
+    every = leaves(head, hidden)
+
+    def step():
+        loss = chunked_loss(cross_entropy, head, hidden * 2, labels, chunk_size=5, mode=mode) * 0.3
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")()
+    loss = dense(cross_entropy, head, hidden * 2, labels) * 0.6
+    close([each.grad for each in every], torch.autograd.grad(loss, every))
+
+
 def test_compile_fullgraph_refused():
     head, hidden, labels = make()
 

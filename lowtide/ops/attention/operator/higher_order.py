@@ -9,7 +9,7 @@ values.
 
 from torch import Tensor
 
-from lowtide.core.rowwise.row_function import Rowwise, Tensors
+from lowtide.core.rowwise.row_function import Both, Rowwise, Tensors
 from lowtide.ops.attention.definition import reference
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
 from lowtide.ops.attention.definition.masks import Intervals, visible
@@ -37,7 +37,7 @@ def attention(operands: Operands, options: AttentionOptions) -> tuple[Tensor, Te
         whole["column_key"] = column_keys(seed, N)
     rows = {name: tensor for name, tensor in rows.items() if tensor is not None}
 
-    def chunk(row_tensors: Tensors, whole_tensors: Tensors) -> tuple[Tensors, Tensors]:
+    def chunk(row_tensors: Tensors, whole_tensors: Tensors) -> Both:
         given = dict(zip((*rows, *whole), (*row_tensors, *whole_tensors)))
         bias = given["bias"].movedim(0, 2) if "bias" in rows else given.get("bias")
         shown_mN = keep_BHmN = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.kernels.devices import counted_as
-from lowtide.core.rowwise.row_function import Rowwise, Tensors
+from lowtide.core.rowwise.row_function import Both, Rowwise, Tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, tensors_by_row, with_rows
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
@@ -90,7 +90,7 @@ def _by_rows(
     head = reference.flat(head, options)
     terms, by_row = len(head.inputs), tensors_by_row(labels).values()
 
-    def chunk(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+    def chunk(rows: Tensors, whole: Tensors) -> Both:
         rest = iter(whole[terms:])
         bias, scale, weight = (
             None if own is None else next(rest) for own in (head.bias, head.scale, labels.class_weight)

@@ -10,13 +10,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 import lowtide
-from tests.ops.linear_cross_entropy.kinds import KINDS, REDUCTIONS
+from tests.ops.linear_cross_entropy.kinds import KINDS, REDUCTIONS, assert_close, small
 from tests.support.extended import all_extended_but
 from tests.support.graphs import needs_tracing
 from tests.support.loss import (
     Inputs,
     check,
     check_log_probs,
+    dense,
     differentiate,
     differentiate_log_probs,
     fused,
@@ -273,6 +274,28 @@ def test_same_bits_as_eager(device, counter):
     expected = differentiate(fused, inputs, 0.3)
     for name, tensor in differentiate(compiled_with(counter), inputs, 0.3).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("compiled_autograd", [False, True])
+def test_gradients_of_labels(device, compiled_autograd):
+    """Those of probabilities and class weights break the graph, and fullgraph=True refuses them."""
+    inputs, options = small(device, "all, probabilities")
+    leaves = {**inputs.leaves(), "target": inputs.target, "weight": inputs.weight}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+
+    def step(tensors):
+        fused(Inputs(*tensors), **options).backward()
+
+    tensors = tuple(vars(inputs).values())
+    with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+        torch.compile(step, backend="aot_eager")(tensors)
+    expected = torch.autograd.grad(dense(inputs, **options), tuple(leaves.values()))
+    assert_close([leaf.grad for leaf in leaves.values()], expected)
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"or\s+detach what needs no gradient"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(tensors)
 
 
 # fullgraph=True refuses transforms that do not combine. Without it, the result is right, or is
