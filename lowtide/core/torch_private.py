@@ -7,7 +7,7 @@ functions.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +59,14 @@ def _in_no_transform(_: Tensor) -> bool:
     return False
 
 
+def _batches_unknown(*_: Any) -> Any:
+    """Raise for a batch of autograd that cannot be taken apart."""
+    raise RuntimeError(
+        f"torch {torch.__version__} does not say what is_grads_batched=True has batched: call autograd.grad "
+        "once for each upstream gradient"
+    )
+
+
 # Before 2.11 torch.compile cannot read the properties of a NamedTuple, which the code uses often.
 TRACES_PROPERTIES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
 UNTRACED = "torch.compile needs torch 2.11 to trace lowtide"
@@ -77,6 +85,24 @@ def breaks_old_graphs(function: Function) -> Function:
 def _as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int) -> Tensor:
     """Return a view that begins `first` elements from where the tensor does."""
     return tensor.as_strided(shape, strides, tensor.storage_offset() + first)
+
+
+def without_legacy_batch(
+    tensors: Sequence[Tensor], batched: Sequence[bool]
+) -> tuple[int, list[Tensor], list[int | None]]:
+    """Return the level of the innermost batch, and each tensor with that batch as a dimension.
+
+    This is the first dimension, or None for a tensor that is not of this batch.
+    """
+    level = _enter_batch()
+    _leave_batch()
+    dims: list[int | None] = [None] * len(tensors)
+    while all(dim is None for dim in dims):
+        level -= 1
+        # A tensor of no such level is expanded to the given size, which no batch has.
+        parts = [_without_batch(each, level, 0, 0) if of else each for each, of in zip(tensors, batched)]
+        dims = [0 if of and len(part) else None for part, of in zip(parts, batched)]
+    return level, [each if dim is None else part for each, part, dim in zip(tensors, parts, dims)], dims
 
 
 # The public equivalents (torch.library.register_autograd, a probe with every setting) cost time.
@@ -102,6 +128,12 @@ current_level = _find("_C._functorch.maybe_current_level") or _level_unknown
 is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor") or _in_no_transform
 is_batched = _find("_C._functorch.is_batchedtensor") or _in_no_transform
 is_legacy_batched = _find("_C._functorch.is_legacy_batchedtensor") or _in_no_transform
+"""Return True for a batch that autograd makes under is_grads_batched=True."""
+
+as_legacy_batch: Any = _find("_add_batch_dim") or _batches_unknown
+_without_batch: Any = _find("_remove_batch_dim") or _batches_unknown
+_enter_batch: Any = _find("_C._vmapmode_increment_nesting") or _batches_unknown
+_leave_batch: Any = _find("_C._vmapmode_decrement_nesting") or _batches_unknown
 outside_transforms: Any = _find("_C._DisableFuncTorch") or contextlib.nullcontext
 """A block in which new tensors belong to no transform; without it some collectives refuse them."""
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.core import torch_private
 from lowtide.core.autodiff import scatter_gradients
 
 Tensors = tuple[Tensor, ...]
@@ -242,9 +243,18 @@ class _Apply(torch.autograd.Function):
 
 
 def evaluate(rowwise: RowFunction, tensors: Tensors) -> Tensors:
-    """Compute the function by an autograd function."""
-    outputs: Tensors = _Apply.apply(rowwise, *tensors)
-    return outputs
+    """Compute the function, for a batch of is_grads_batched=True one element after the other.
+
+    Autograd gives such a batch no graph in an autograd function, but its elements have one.
+    """
+    batched = [torch_private.is_legacy_batched(each) for each in tensors]
+    if not any(batched):
+        outputs: Tensors = _Apply.apply(rowwise, *tensors)
+        return outputs
+    level, parts, dims = torch_private.without_legacy_batch(tensors, batched)
+    size = next(len(part) for part, dim in zip(parts, dims) if dim is not None)
+    outputs = _by_element(rowwise, size, tuple(parts), dims)
+    return tuple(torch_private.as_legacy_batch(each, 0, level) for each in outputs)
 
 
 def _by_element(rowwise: RowFunction, size: int, tensors: Tensors, dims: Sequence[int | None]) -> Tensors:
