@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lowtide.core.checks import DTYPES
 from lowtide.core.errors import ArgumentError, ArgumentTypeError, advises
 from lowtide.ops.attention.definition.validation import check_tensors
 
@@ -48,8 +49,8 @@ def merge_attentions(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Te
     logsumexps' dtype.
 
     Raises:
-        ValueError, TypeError: if there is no part, or the parts differ in shape, dtype or device.
-            Each is also a RuntimeError.
+        ValueError, TypeError: if there is no part, if parts differ in shape, dtype or device, or if
+            a dtype is none of float32, bfloat16, float16 and float64. Each is also a RuntimeError.
 
     Source: the softmax over chunks of keys of Rabe and Staats (arxiv.org/abs/2112.05682).
     """
@@ -85,7 +86,13 @@ def _checked(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list
         if not isinstance(part, (tuple, list)) or len(part) != 2:
             raise ArgumentTypeError(f"parts[{place}] must be (out, logsumexp), got {type(part).__name__}")
         out, logsumexp = part
-        check_tensors({f"parts[{place}][0]": out, f"parts[{place}][1]": logsumexp})
+        named = {f"parts[{place}][0]": out, f"parts[{place}][1]": logsumexp}
+        check_tensors(named)
+        for name, tensor in named.items():
+            if tensor.dtype not in DTYPES:
+                raise ArgumentTypeError(
+                    f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}"
+                )
         expected = _as_factor(logsumexp, out).shape[:-1] if logsumexp.dim() == out.dim() - 1 else None
         if out.dim() not in (3, 4, 5) or expected != out.shape[:-1]:
             raise ArgumentError(

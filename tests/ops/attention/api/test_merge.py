@@ -86,6 +86,12 @@ def test_merge_half_precision_dtype(device):
         ([], ValueError, "one \\(out, logsumexp\\) at least"),
         ([torch.zeros(2, 3, 4, 5)], TypeError, r"parts\[0\] must be"),
         ([(torch.zeros(2, 3, 4, 5), torch.zeros(2, 3, 4))], ValueError, r"parts\[0\] must be out"),
+        ([(torch.zeros(2, 3, 4).long(), torch.zeros(2, 3))], TypeError, r"parts\[0\]\[0\] must be float32"),
+        (
+            [(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.complex64))],
+            TypeError,
+            r"parts\[0\]\[1\] must be float32, .* got torch.complex64",
+        ),
         (
             [(torch.zeros(2, 3, 4), torch.zeros(2, 3)), (torch.zeros(2, 3, 4), torch.zeros(2, 3).double())],
             ValueError,
