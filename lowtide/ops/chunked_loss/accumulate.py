@@ -129,7 +129,8 @@ def _largest(gradient: Tensor) -> Tensor:
     if not gradient.numel():
         return gradient.new_zeros((), dtype=torch.float32)
     gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return torch.linalg.vector_norm(gradient.detach(), torch.inf, dtype=torch.float32)
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient.detach(), torch.inf, dtype=dtype).float()
 
 
 def _power(size: Tensor, exponent: int, limit: int) -> Tensor:

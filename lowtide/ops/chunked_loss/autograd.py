@@ -127,6 +127,8 @@ def _scaled(job: Job, gradient: Tensor, factor: Tensor | None, grad_output: Tens
         return gradient
     # Multiply in float32 for half precision, so that the result is rounded once.
     grad_output = grad_output.to(torch.promote_types(gradient.dtype, torch.float32))
+    if factor is not None:  # torch would round a 0-d float64 to the dtype of a float32 vector
+        factor = factor.to(grad_output.dtype)
     if is_batched(grad_output) or is_dtensor(gradient):
         factor = _by_row(job, factor, gradient) if factor is not None and factor.dim() else factor
         whole = grad_output if factor is None else grad_output * factor

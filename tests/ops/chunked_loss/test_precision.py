@@ -26,6 +26,11 @@ from tests.ops.chunked_loss.helpers import (
 )
 
 
+class Widened(nn.Module):
+    def forward(self, logits):
+        return logits.double()
+
+
 def check_within_dense(gradients_of, head, hidden, rounding=0.0):
     """The errors of gradients_of(loss_of, head, hidden): ours, at most twice the dense ones."""
     truth, eager = (gradients_of(dense, *each) for each in (cast(head, hidden), (head, hidden)))
@@ -155,6 +160,25 @@ def test_float16_gradients_behind_small_factor(device, kind, factor):
         f = torch.tensor(factor, device=device).half().to(h.dtype).requires_grad_()
         loss = loss_of(loss_fn, own, h, labels, f, mode="gradient_in_forward")
         return torch.autograd.grad(loss / len(labels.view(-1)), [f, *leaves(own, h)])
+
+    check_within_dense(gradients_of, head, hidden, torch.finfo(torch.float16).eps)
+
+
+def test_float16_autocast_of_float64(device):
+    """Autocast leaves float64 as it is, and so does the power of two that float16 asks for."""
+    head, hidden, labels = make(device=device)
+    expected = gradients(dense, head, hidden, labels)
+    with torch.autocast(device, torch.float16):
+        found = gradients(chunked_loss, head, hidden, labels, chunk_size=5)
+    close(found, expected)
+
+
+def test_float16_head_of_float64_logits(device):
+    head, hidden, labels = make("linear", device=device, dtype=torch.float16)
+
+    def gradients_of(loss_of, own, h):
+        wide = nn.Sequential(own, Widened())
+        return gradients(loss_of, wide, h, labels, chunk_size=5)
 
     check_within_dense(gradients_of, head, hidden, torch.finfo(torch.float16).eps)
 
