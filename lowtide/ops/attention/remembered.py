@@ -106,8 +106,10 @@ def run(
     known: Signature | None, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> Results | None:
     """Return the results in the caller's layout, or None for a call that is not remembered."""
+    if known is None:  # compiled code would be compiled again when another call is remembered
+        return None
     try:
-        entry = _calls.get(known)  # type: ignore[arg-type]
+        entry = _calls.get(known)
     except TypeError:  # an option that has no hash
         return None
     return None if entry is None else entry.run(query, key, value, bias)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
@@ -85,6 +86,22 @@ def test_compile_one_graph(device, name, dynamic):
         torch.testing.assert_close(found, expected)
         for got, want in zip(*(torch.autograd.grad(loss, tensors) for loss in (found, expected))):
             torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(
+    "function", [lowtide.memory_efficient_attention, lowtide.scaled_dot_product_attention]
+)
+def test_compiled_once_beside_eager_calls(device, function):
+    """Eager calls of other sizes, which are remembered, compile nothing again."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(function, backend=counter, fullgraph=True)
+    given = torch.randn(3, 1, 16, 2, 8, device=device)
+    expected = function(*given)
+    for size in range(5, 15):
+        torch.testing.assert_close(compiled(*given), expected)
+        function(*torch.randn(3, 1, size, 2, 8, device=device))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.extended
