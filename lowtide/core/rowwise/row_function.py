@@ -17,10 +17,18 @@ from torch import Tensor
 
 from lowtide.core import torch_private
 from lowtide.core.autodiff import scatter_gradients
-
-Tensors = tuple[Tensor, ...]
-Both = tuple[Tensors, Tensors]
-"""Results of rows, and sums over rows; a signature that spells this out ends compiled graphs."""
+from lowtide.core.rowwise.variables import (
+    Both,
+    Tensors,
+    at,
+    filled,
+    grad,
+    is_continuous,
+    jacobian_vector,
+    split,
+    vector_jacobian,
+    with_variables,
+)
 
 
 class RowDerivative(NamedTuple):
@@ -139,7 +147,7 @@ class Rowwise(RowFunction):
             whole, last = split(whole, len(whole) - given_whole)
             given, create_graph = (*rows[self.cut :], *last), torch.is_grad_enabled()
             with torch.enable_grad():
-                own, varied = _varied((*rows[: self.cut], *whole), described.inputs)
+                own, varied = with_variables((*rows[: self.cut], *whole), described.inputs)
                 # Free the outputs that take no part.
                 outputs = at(described.outputs, sum(self.function(*split(own, self.cut)), ()))
                 found = described.derive(outputs, varied, given, create_graph)
@@ -174,7 +182,7 @@ class OfProducts(Rowwise):
         self.products, self.count, self.weights, self.rest = products, count, weights, rest
         super().__init__(self._of_block, rest.cut, rest.results, block)
 
-    def _of_block(self, rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+    def _of_block(self, rows: Tensors, whole: Tensors) -> Both:
         return split(self.rest(*self._arguments(rows, whole)), self.results)
 
     def _arguments(self, rows: Tensors, whole: Tensors) -> Tensors:
@@ -186,13 +194,13 @@ class OfProducts(Rowwise):
         if described.derive is not vector_jacobian:
             return super().derivative(described, given_rows, given_whole)
 
-        def function(rows: Tensors, whole: Tensors) -> tuple[Tensors, Tensors]:
+        def function(rows: Tensors, whole: Tensors) -> Both:
             whole, last = split(whole, len(whole) - given_whole)
             upstream = dict(zip(described.outputs, (*rows[self.cut :], *last)))
             outputs = [upstream.get(place) for place in range(max(upstream) + 1)]
             create_graph = torch.is_grad_enabled()
             with torch.enable_grad():
-                own, varied = _varied((*rows[: self.cut], *whole), described.inputs)
+                own, varied = with_variables((*rows[: self.cut], *whole), described.inputs)
                 arguments = self._arguments(*split(own, self.cut))
             products, direct = arguments[: self.count], set(map(id, varied))
             through = {id(each) for each in products if each.requires_grad}
@@ -201,9 +209,9 @@ class OfProducts(Rowwise):
                 gradients = self.rest.pull_back(arguments, outputs, needed)
             known = {id(each): own for each, own in zip(arguments, gradients) if own is not None}
             passing = tuple(each for each in products if id(each) in known)
-            others = _grad(passing, varied, tuple(known[id(each)] for each in passing), create_graph)
+            others = grad(passing, varied, tuple(known[id(each)] for each in passing), create_graph)
             found = [known.get(id(each), other) for each, other in zip(varied, others)]
-            return split(_filled(found, varied), described.results)
+            return split(filled(found, varied), described.results)
 
         # A block of this size gives products of the same bits.
         return Rowwise(function, self.cut + given_rows, described.results, self.chunk)
@@ -219,7 +227,7 @@ class _Apply(torch.autograd.Function):
         ctx.rowwise, *tensors = inputs
         ctx.count = len(output)
         differentiable = output[: len(output) - ctx.rowwise.constants]
-        ctx.outputs = [place for place, out in enumerate(differentiable) if _is_continuous(out)]
+        ctx.outputs = [place for place, out in enumerate(differentiable) if is_continuous(out)]
         ctx.mark_non_differentiable(*(out for k, out in enumerate(output) if k not in ctx.outputs))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -288,80 +296,3 @@ def _first(term: Tensor, *, alone: bool) -> Tensor:
     half = term.is_floating_point() and term.dtype.itemsize < 4 and not alone
     own = term.clone(memory_format=torch.contiguous_format)
     return own.float() if half else own
-
-
-def as_variables(tensors: Tensors) -> Tensors:
-    """Return these tensors as new variables to differentiate by, within the existing graph."""
-    with torch.enable_grad():
-        return tuple(
-            tensor.view_as(tensor)
-            if tensor.requires_grad
-            else tensor.detach().requires_grad_(_is_continuous(tensor))
-            for tensor in tensors
-        )
-
-
-def _is_continuous(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _varied(tensors: Tensors, places: Sequence[int]) -> tuple[Tensors, Tensors]:
-    """Return the tensors with those at `places` replaced by new variables, and these variables."""
-    varied = as_variables(at(places, tensors))
-    by_place = dict(zip(places, varied))
-    return tuple(by_place.get(place, tensor) for place, tensor in enumerate(tensors)), varied
-
-
-def vector_jacobian(outputs: Tensors, inputs: Tensors, grad_output: Tensors, create_graph: bool) -> Tensors:
-    """Return the gradients of the inputs, given those of the outputs.
-
-    This uses torch.autograd, because the first use of torch.func imports Dynamo, which takes 2 s.
-    """
-    return _filled(_grad(outputs, inputs, grad_output, create_graph), inputs)
-
-
-def jacobian_vector(outputs: Tensors, inputs: Tensors, moving: Tensors, create_graph: bool) -> Tensors:
-    """Return the tangents of the outputs, given those of the inputs.
-
-    The vector-Jacobian product is linear in the upstream gradients; its own vector-Jacobian product
-    is the Jacobian-vector product. Forward mode is not used, since it does not nest and may be
-    active.
-    """
-    seeds = tuple(torch.zeros_like(each).requires_grad_() for each in outputs)
-    pulled = _grad(outputs, inputs, seeds, True)
-    return _filled(_grad(pulled, seeds, moving, create_graph), seeds)
-
-
-def _grad(
-    outputs: Sequence[Tensor | None], inputs: Tensors, grad_output: Tensors, create_graph: bool
-) -> tuple[Tensor | None, ...]:
-    """Return gradients, None for inputs on which no output depends.
-
-    An output without a graph depends on no input and is left out.
-    """
-    pairs = [
-        (each, gradient.to(each.dtype))
-        for each, gradient in zip(outputs, grad_output)
-        if each is not None and each.requires_grad
-    ]
-    if not pairs:
-        return (None,) * len(inputs)
-    return torch.autograd.grad(
-        [each for each, _ in pairs],
-        inputs,
-        [gradient for _, gradient in pairs],
-        create_graph=create_graph,
-        allow_unused=True,
-    )
-
-
-def _filled(found: Sequence[Tensor | None], like: Tensors) -> Tensors:
-    return tuple(torch.zeros_like(own) if each is None else each for each, own in zip(found, like))
-
-
-def at(places: Sequence[int], tensors: Tensors) -> Tensors:
-    return tuple(tensors[place] for place in places)
-
-
-def split(tensors: Sequence[Tensor], place: int) -> tuple[Tensors, Tensors]:
-    return tuple(tensors[:place]), tuple(tensors[place:])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import in_shape, in_transform
 from lowtide.core.checks import HALVES
-from lowtide.core.rowwise.row_function import Tensors
+from lowtide.core.rowwise.variables import Tensors
 from lowtide.deferred.operations.row_values import by_rows, class_dim, counted
 from lowtide.deferred.proxies.counts import FUSED_LOSS
 from lowtide.deferred.proxies.handlers import handles

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.core.autodiff import in_shape
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
-from lowtide.core.rowwise.row_function import Tensors
+from lowtide.core.rowwise.variables import Tensors
 from lowtide.deferred.proxies.counts import FUSED_LOSS
 from lowtide.deferred.proxies.handlers import handles
 from lowtide.deferred.proxies.head_call import running_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.rowwise.row_function import Tensors
+from lowtide.core.rowwise.variables import Tensors
 from lowtide.deferred.operations.elementwise import is_class_dim
 from lowtide.deferred.proxies.counts import FUSED_LOSS
 from lowtide.deferred.proxies.handlers import handles

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lowtide.core.autodiff import in_shape
 from lowtide.core.kernels.devices import counted_as
-from lowtide.core.rowwise.row_function import OfProducts, Rowwise, Tensors
+from lowtide.core.rowwise.row_function import OfProducts, Rowwise
+from lowtide.core.rowwise.variables import Tensors
 from lowtide.deferred.recorded import expression
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import DEFAULT_WORKSPACE, ROOM

@@ -17,15 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowtide.core import torch_private
-from lowtide.core.rowwise.row_function import (
-    Both,
-    RowDerivative,
-    RowFunction,
-    Tensors,
-    as_variables,
-    at,
-    split,
-)
+from lowtide.core.rowwise.row_function import RowDerivative, RowFunction
+from lowtide.core.rowwise.variables import Both, Tensors, as_variables, at, split
 from lowtide.ops.chunked_loss.accumulate import Sum
 from lowtide.ops.chunked_loss.functional.leaves import captured_error, captured_names
 from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, check_none

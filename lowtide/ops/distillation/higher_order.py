@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, in_shape, without_autocast
-from lowtide.core.rowwise.row_function import Both, Rowwise, Tensors
+from lowtide.core.rowwise.row_function import Rowwise
+from lowtide.core.rowwise.variables import Both, Tensors
 from lowtide.ops.distillation import divergences
 from lowtide.ops.distillation.heads import DistillationOptions, Heads, Side
 from lowtide.ops.linear_cross_entropy.operator import higher_order

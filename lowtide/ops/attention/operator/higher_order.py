@@ -9,7 +9,8 @@ values.
 
 from torch import Tensor
 
-from lowtide.core.rowwise.row_function import Both, Rowwise, Tensors
+from lowtide.core.rowwise.row_function import Rowwise
+from lowtide.core.rowwise.variables import Both, Tensors
 from lowtide.ops.attention.definition import reference
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
 from lowtide.ops.attention.definition.masks import Intervals, visible

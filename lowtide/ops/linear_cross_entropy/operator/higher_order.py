@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core.kernels.devices import counted_as
-from lowtide.core.rowwise.row_function import Both, Rowwise, Tensors
+from lowtide.core.rowwise.row_function import Rowwise
+from lowtide.core.rowwise.variables import Both, Tensors
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels, Options, tensors_by_row, with_rows
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import too_small
