@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from lowtide.core.autodiff import graph_nodes, is_leaf
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
+from lowtide.core.kernels.backend import marked_constant
+from lowtide.core.torch_private import never_compiled, no_frame_compiled
 
 METHOD = "_lowtide_method"
 MARK = "_lowtide_tokens_differ"  # attribute that marks a parameter, or the mesh, of lowtide.shard_head
@@ -48,6 +50,7 @@ def is_unit(module: Any) -> bool:
     return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
+@no_frame_compiled
 def run_in_unit(unit: Any, inputs: tuple[Tensor, ...], run: Callable[..., Any]) -> Any:
     """Return run(*inputs) as a forward method of the unit, with its parameters gathered."""
     from torch.distributed.fsdp import register_fsdp_forward_method
@@ -95,6 +98,7 @@ def find_sharded(parameter: Any) -> Sharded | None:
     return None
 
 
+@no_frame_compiled
 def expect_gradients(parameters: Iterable[Any], result: Any) -> None:
     """Let the backward of a result, computed outside of a unit's hooks, gather and reduce the unit.
 
@@ -144,6 +148,29 @@ def _end_forward(state: Any, record: Any) -> bool:
     return True
 
 
+def breaks_graph(*parameters: Any) -> bool:
+    """Return True, in a graph, for a parameter of a unit outside of its forward: it needs hooks."""
+    # Other tensors than parameters have no value before the graph runs.
+    return torch.compiler.is_compiling() and any(
+        isinstance(each, nn.Parameter) and _belongs_to_idle_unit(each) for each in parameters
+    )
+
+
+@marked_constant
+def _belongs_to_idle_unit(parameter: nn.Parameter) -> bool:
+    return any(
+        parameter is each.sharded_param or parameter is getattr(each, "_unsharded_param", None)
+        for unit, each in _parameters()
+        if unit._get_fsdp_state()._training_state.name == "IDLE"
+    )
+
+
+@never_compiled("FSDP2 gathers a head in hooks: leave out fullgraph, or call this in its unit's forward")
+def uncompiled(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function outside of the graph that is being compiled."""
+    return function(*arguments, **options)
+
+
 def gathers_head(function: Function) -> Function:
     """Let a function of (input, linear_weight, target, *, linear_bias) take sharded parameters.
 
@@ -155,6 +182,8 @@ def gathers_head(function: Function) -> Function:
     @functools.wraps(function)
     def run(input: Tensor, linear_weight: Tensor, target: Tensor, **options: Any) -> Any:
         bias = options.get("linear_bias")
+        if breaks_graph(linear_weight, bias):
+            return uncompiled(run, input, linear_weight, target, **options)
         if _in_no_unit(linear_weight, bias):
             return function(input, linear_weight, target, **options)
         refuse_unreduced("linear_weight", linear_weight)

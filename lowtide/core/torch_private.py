@@ -163,6 +163,20 @@ def no_frame_compiled(function: Function) -> Function:
     return function
 
 
+def never_compiled(reason: str) -> Callable[[Function], Function]:
+    """Return a decorator that ends graphs at calls of a function, which runs eagerly.
+
+    torch.compiler.disable sets the same marks, but imports torch.compile.
+    """
+
+    def mark(function: Function) -> Function:
+        marks = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": reason}
+        function.__dict__.update(marks)
+        return no_frame_compiled(function)
+
+    return mark
+
+
 _sdp_order = _find("_C._get_sdp_priority_order") or (lambda: (object(),))
 
 

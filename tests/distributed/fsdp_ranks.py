@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
 import lowtide
+from lowtide.distillation import forward_kl
 from tests.support.collectives import Collectives
 from tests.support.ranks import RANKS, generator, largest_errors, mesh_of
 
@@ -78,6 +79,13 @@ def by_logits(model, hidden, targets, normalizer):
     return summed(model.head(hidden).flatten(0, 1), targets.flatten()) / normalizer
 
 
+def by_divergence(model, hidden, targets, normalizer):
+    """From a teacher that is sure of each target: it is the cross-entropy."""
+    sure = 1e3 * F.one_hot(targets, V).float()
+    weight = model.head.weight
+    return forward_kl(hidden, weight, sure, torch.eye(V), reduction="sum") / normalizer
+
+
 def by_shifted_logits(model, hidden, targets, normalizer):
     """A scale, then a shift: no head that the operators take."""
     logits = model.head(hidden) * 1.5 + torch.linspace(0, 1, V)
@@ -101,6 +109,10 @@ def by_fused_full_tensor(model, hidden, targets, normalizer):
     )
 
 
+def compiled(loss_of):
+    return torch.compile(loss_of, backend="aot_eager")
+
+
 LOSSES = {
     "parameter": by_parameter,
     "log-probs": by_log_probs,
@@ -114,6 +126,9 @@ LOSSES = {
     "full_tensor": by_full_tensor,
     "partial full_tensor": partial(by_full_tensor, grad_placements=(Partial(),)),
     "fused full_tensor": by_fused_full_tensor,
+    "compiled parameter": compiled(by_parameter),
+    "compiled log-probs": compiled(by_log_probs),
+    "compiled divergence": compiled(by_divergence),
 }
 
 

@@ -30,6 +30,8 @@ ONCE = [
     *("chunked, own, default, adapted", "deferred, own, kept, adapted", "deferred, root, default, adapted"),
     *("masked rows, own, kept, outside", "masked rows, root, default, outside"),
     *("deferred rows, root, kept, outside",),
+    *("compiled parameter, own, default", "compiled log-probs, own, default, outside, bias"),
+    *("compiled parameter, root, default",),
 ]
 TWICE = [
     *("parameter, own, reshard", "parameter, root, reshard"),
@@ -46,6 +48,8 @@ GATHERED = [
     for loss in ("parameter", "log-probs", "chunked")
     for where in ("own", "root", "with norm")
 ]
+GATHERED += ["frozen, compiled parameter, own", "apart frozen, compiled log-probs, with norm"]
+GATHERED += ["frozen, compiled parameter, root", "frozen, compiled divergence, root"]
 STALE = [
     f"stale, {loss}, {where}"
     for loss in ("parameter", "log-probs", "chunked")

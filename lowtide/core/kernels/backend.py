@@ -105,8 +105,9 @@ def tma_compatible(*tensors: Tensor) -> bool:
 def marked_constant(function: Function) -> Function:
     """Let compiled graphs take the function's result as a constant, untraced.
 
-    The result must depend on machine and process alone. torch.compiler.assume_constant_result sets
-    the same mark, but imports all of torch.compile.
+    It is called while a graph is traced, with the graph's own inputs. The result must depend on
+    machine and process alone, or stay the same as long as these inputs do.
+    torch.compiler.assume_constant_result sets the same mark, but imports all of torch.compile.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import in_transform
 from lowtide.core.errors import advises
-from lowtide.core.fsdp import expect_gradients
+from lowtide.core.fsdp import breaks_graph, expect_gradients, uncompiled
 from lowtide.ops.distillation import autograd, higher_order
 from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.distillation.sharding import own_heads
@@ -283,6 +283,8 @@ def _divergence(
     heads: Heads, options: DistillationOptions, division: Division, *, mixes: bool = False
 ) -> Tensor:
     """Check a call and compute its divergence; `mixes` is True for Jensen-Shannon."""
+    if breaks_graph(*heads):
+        return uncompiled(_divergence, heads, options, division, mixes=mixes)  # type: ignore[no-any-return]
     tensors = {"linear_weight": heads.student_weight, "input": heads.student_input}
     with telling_errors(tensors, division.group):
         if mixes:
