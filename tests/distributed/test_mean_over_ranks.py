@@ -69,6 +69,25 @@ def test_without_a_group():
     assert half.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_default_dtype_rounds_no_count(dtype):
+    """float16 has no number above 65504, bfloat16 none between 256 and 258."""
+    target, before = torch.zeros(70001, dtype=torch.long), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        count = lowtide.tokens_per_rank(target)
+        loss = lowtide.linear_cross_entropy(torch.zeros(257, 4), torch.zeros(8, 4), target[:257])
+        own = lowtide.tokens_per_rank(target[:257])
+        divided = lowtide.linear_cross_entropy(
+            torch.zeros(257, 4), torch.zeros(8, 4), target[:257], normalizer=own
+        )
+    finally:
+        torch.set_default_dtype(before)
+    assert count.dtype == torch.float32
+    assert count.item() == 70001
+    torch.testing.assert_close(divided, loss)
+
+
 def test_compiled():
     """One graph, where a target that is no class makes NaN."""
     target, weight = torch.tensor([3, -100, 1, 0]), torch.tensor([1.0, 2.0, 3.0, 5.0])

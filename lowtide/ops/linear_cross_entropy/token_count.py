@@ -67,8 +67,8 @@ def tokens_per_rank(
     Communication: one all-reduce of 16 bytes, also under torch.compile. The host does not wait on
     CUDA.
 
-    Precision: counts are exact before the division. The result has torch's default dtype, or with
-    `weight` that of its sum, float32 or float64.
+    Precision: counts are exact before the division. The result is float32, or float64 if torch's
+    default dtype is float64, with `weight` if that is float64.
 
     Raises:
         ValueError, TypeError: for class probabilities and other arguments that do not fit. Each is
@@ -87,7 +87,7 @@ def tokens_per_rank(
         raise
     own = counts[1]
     total, wrong = _sum_over(groups, counts)
-    dtype = torch.get_default_dtype() if weight is None else _sum_dtype(weight)
+    dtype = _sum_dtype(torch.get_default_dtype() if weight is None else weight.dtype)
     if not can_be_read(wrong):  # on CUDA a check would wait for the device
         total = total.masked_fill(wrong > 0, torch.nan)
     elif wrong > 0:
@@ -125,8 +125,8 @@ def _ignored(ignore_index: int | None) -> int:
     return -100 if ignore_index is None else ignore_index
 
 
-def _sum_dtype(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32)
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _counts(target: Tensor | Sequence[Tensor], ignore_index: int | None, weight: Tensor | None) -> Tensor:
@@ -154,7 +154,7 @@ def _counted(target: Tensor, ignore_index: int, weight: Tensor | None) -> Tensor
     if weight is None:
         return torch.stack([counted.sum(), counted.new_zeros((), dtype=torch.long)]).to(WIDE)
     wrong = counted & ((target < 0) | (target >= len(weight)))
-    own = weight.detach().to(_sum_dtype(weight))
+    own = weight.detach().to(_sum_dtype(weight.dtype))
     of_target = own[target.masked_fill(~counted | wrong, 0)].masked_fill(~counted | wrong, 0)
     return torch.stack([of_target.sum().to(WIDE), wrong.sum().to(WIDE)])
 
