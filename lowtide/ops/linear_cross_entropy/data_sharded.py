@@ -29,6 +29,7 @@ from lowtide.core.checks import check_tensors
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 from lowtide.core.fsdp import MARK, is_parameter, refuse_other_replicas, reshaped
+from lowtide.core.torch_private import never_compiled
 from lowtide.ops.linear_cross_entropy.definition.vocab_shard import classes_of_rank
 from lowtide.ops.linear_cross_entropy.ranks.agreement import agree_on_gradient
 from lowtide.ops.linear_cross_entropy.sharding import telling_errors
@@ -181,6 +182,7 @@ def own_part(parameter: Any, dtype: torch.dtype) -> Tensor:
     return _scale_gradient(parameter.to_local().to(dtype), parameter.device_mesh.size())
 
 
+@never_compiled("a loss of lowtide.shard_head compares the ranks' gradients in backward: leave out fullgraph")
 def mean_over_ranks(result: Tensor, group: Any, *, of_all_tokens: bool) -> Tensor:
     """Return the mean of the ranks' losses.
 

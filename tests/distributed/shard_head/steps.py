@@ -1,5 +1,8 @@
 """A step of a model whose head is divided, beside one process that has all of the data."""
 
+import contextlib
+import warnings
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -42,6 +45,14 @@ def loss_of(kind, model, x, y, normalizer, weights):
     return lowtide.linear_cross_entropy(hidden, head.weight, y, **options)
 
 
+@contextlib.contextmanager
+def understood():
+    """Raise where torch.compile warns of code that it cannot trace. (A mode would not compile.)"""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Dynamo does not know how to trace")
+        yield
+
+
 def one_step(kind, rank, mesh):
     dtype = torch.float32 if "mixed" in kind else torch.float64
     x, y, weights = data(kind, dtype)
@@ -52,10 +63,11 @@ def one_step(kind, rank, mesh):
     class_weight = CLASS_WEIGHT.to(dtype) if "options" in kind else None
     normalizer = lowtide.tokens_per_rank(ys, weight=class_weight).to(dtype)
     collectives, steps = Collectives(V * D), 3 if "accumulated" in kind else 1
-    with collectives:
+    compiled = torch.compile(loss_of, backend="aot_eager") if "compiled" in kind else loss_of
+    with understood() if "compiled" in kind else collectives:
         for step in range(steps):
             model.set_requires_gradient_sync(step == steps - 1)
-            loss = loss_of(kind, inner if "fsdp" not in kind else model, xs, ys, normalizer, ws)
+            loss = compiled(kind, inner if "fsdp" not in kind else model, xs, ys, normalizer, ws)
             loss.backward()
     count = normalizer * RANKS
     for _ in range(steps):

@@ -21,6 +21,7 @@ EXACT = [
     *("bias, options, scale", "ignored", "mean, ignored", "mean, options", "accumulated", "frozen"),
     *("deferred", "deferred, bias", "deferred, chunks"),
 ]
+COMPILED = ["compiled, options", "compiled, none"]
 MIXED = ["mixed", "none, mixed", "deferred, mixed"]
 SAME = ["as fsdp", "checkpointed", "assigned"]
 HELD = [
@@ -41,12 +42,16 @@ SLOW = ("distillation", "orders of backward")
 @pytest.fixture(scope="module", params=DEVICES)
 def results(request, tmp_path_factory):
     """Of all scenarios, by rank."""
-    kinds = [*asked(request, "kind", [*EXACT, *MIXED, *SAME, *HELD]), "fsdp, mixed", "scaled apart"]
+    kinds = [
+        *asked(request, "kind", [*EXACT, *COMPILED, *MIXED, *SAME, *HELD]),
+        "fsdp, mixed",
+        "scaled apart",
+    ]
     store = tmp_path_factory.mktemp("ranks") / "store"
     return run_ranks("tests.distributed.shard_head.shard_head_ranks", store, kinds, device=request.param)
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", [*EXACT, *COMPILED])
 def test_exact(results, kind):
     """Averaged as by FSDP2, for ranks of 11 and 4 tokens and shards of 19 and 18 classes."""
     for rank in results:
