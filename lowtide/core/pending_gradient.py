@@ -22,6 +22,7 @@ from lowtide.core.kernels.devices import frexp
 
 # A float16 gradient is formed so that its largest row is near 2^14, and kept so that it is near 1.
 FP16_EXPONENT = 14
+FP16_MOST = torch.finfo(torch.float16).max
 # The numbers of a float16 input gradient are at most 4 times this power of two.
 FP16_ROOM = 10
 
@@ -30,7 +31,7 @@ FP16_ROOM = 10
 _written = {Tensor}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingGradient:
     """Hold an unfinished gradient, the factor applied to it, and the factor that remains."""
 
@@ -40,6 +41,18 @@ class PendingGradient:
     """The factor applied as `tensor` is computed or its float32 sum is rounded; None for 1."""
     remaining: Tensor | None = None
     """The factor still to be applied; None for 1."""
+    unsplit: Tensor | None = None
+    """The whole factor, where `split_by` divides it once the gradient's float32 sum is there."""
+
+    def split_by(self, sum: Tensor) -> None:
+        """Divide the whole factor, so that the largest number of the sum is kept near 1.
+
+        The sum of few rows has far fewer numbers than the weight that bounds them.
+        """
+        if self.unsplit is not None:
+            largest = frexp(_largest(sum))[1]
+            self.applied, self.remaining = split_factor(self.unsplit, self.tensor.dtype, largest)
+            self.unsplit = None
 
     def finished(self, like: Tensor, backend: str) -> Tensor:
         """Return the gradient of `like`, in the memory of `tensor` if the dtype allows it."""
@@ -134,7 +147,7 @@ def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtyp
     largest = find_largest()
     _, exponent = frexp(largest)
     exponent = exponent.clamp(min=-100)  # smaller numbers are 0 in float16 at any scale
-    return torch.ldexp(torch.ones_like(largest), FP16_EXPONENT - exponent)
+    return _power_of_two(FP16_EXPONENT - exponent, largest.dtype)
 
 
 def split_factor(
@@ -147,8 +160,23 @@ def split_factor(
     if dtype != torch.float16:
         return factor, None
     mantissa, exponent = frexp(factor)
-    one = torch.ones_like(factor)
-    return mantissa * torch.ldexp(one, -headroom * one), torch.ldexp(one, exponent + headroom)
+    divisor = 2.0**-headroom if isinstance(headroom, int) else _power_of_two(-headroom, factor.dtype)
+    return mantissa * divisor, _power_of_two(exponent + headroom, factor.dtype)
+
+
+def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 2^exponent by one kernel, where ldexp takes three."""
+    return torch.pow(2.0, exponent).to(dtype)
+
+
+def host_share(known: float, dtype: torch.dtype, headroom: int = FP16_EXPONENT) -> float:
+    """Return the part of 1 / applied that the host knows, if it knows `known` of 1 / factor.
+
+    Of a float16 factor `split_factor` applies the mantissa, divided by a power of two that is known
+    on the device alone. It is at most `headroom`, which stands for it. So applied times the share
+    is at least 1/4, and makes no operand of float16 too small.
+    """
+    return math.ldexp(math.frexp(known)[0], headroom) if dtype == torch.float16 else known
 
 
 def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:
@@ -179,9 +207,13 @@ def fp16_headroom_of_weight(input: Tensor) -> int | Tensor:  # [..., D]
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """Return the largest absolute value, without a copy."""
-    # Neither a norm in float32 nor abs is used, since each would copy the tensor.
-    return torch.maximum(tensor.amax(), -tensor.amin()).float()
+    """Return the largest absolute value, without a copy; float16's largest if it is not finite.
+
+    An ignored row may hold NaN, and so may a row whose neighbours' gradients are to stay finite.
+    """
+    # In the tensor's own dtype the norm reads it once; in float32 it would copy it first, as abs
+    # does.
+    return torch.linalg.vector_norm(tensor, torch.inf).float().nan_to_num(FP16_MOST, FP16_MOST)
 
 
 class Scaling(NamedTuple):

@@ -7,8 +7,11 @@ from lowtide.core.pending_gradient import (
     PendingGradient,
     Scaling,
     finish_gradients,
+    fp16_headroom_of_weight,
+    host_share,
     outputs_of,
     scale_into,
+    split_factor,
 )
 from tests.support.loss import interpreted
 
@@ -43,6 +46,37 @@ def test_both_factors_are_applied_with_one_rounding(device, backend, dtype, shap
     assert found.shape == tensor.shape
     error = (found.double() - exact).abs()
     assert (error <= torch.finfo(dtype).eps / 2 * 1.01 * exact.abs() + torch.finfo(dtype).tiny).all()
+
+
+@pytest.mark.parametrize("largest", [2.0**-20, 1.0, 3e4])
+@pytest.mark.parametrize("factor", [1 / 3, 2.0**-90, 3e8])
+def test_sum_of_a_float16_gradient_is_kept_near_1(device, largest, factor):
+    """Whatever the factor, and whatever the largest number: nothing of it is rounded to 0."""
+    dx = PendingGradient(
+        torch.empty(5, 4, dtype=torch.float16, device=device), unsplit=torch.tensor(factor, device=device)
+    )
+    sum = torch.linspace(-1, 0.5, 20, device=device).view(5, 4) * largest
+    dx.split_by(sum)
+    applied, remaining = dx.applied, dx.remaining
+    assert 0.25 <= float(applied * sum.abs().amax()) <= 1
+    assert float(applied.double() * remaining.double()) == float(torch.tensor(factor).double())
+    assert torch.frexp(remaining)[0] == 0.5
+    dx.split_by(sum * 8)  # of the first chunk alone
+    assert dx.applied is applied
+
+
+@pytest.mark.parametrize("largest", [2.0**-10, 1.0, 3e4, float("nan"), float("inf")])
+@pytest.mark.parametrize("known", [1.0, 3.0, 1024.0, 77.7])
+def test_host_share_keeps_operands_in_float16(device, known, largest):
+    """With the power of two of 1 / applied that only the device knows, X is near its largest."""
+    x = torch.tensor([[0.5, largest], [0.25, 0.0]], device=device).half()
+    headroom = fp16_headroom_of_weight(x)
+    applied, _ = split_factor(torch.tensor(1 / known, device=device), torch.float16, headroom)
+    of_x = float(applied * host_share(known, torch.float16))
+    assert of_x >= 0.25
+    assert of_x * min(max(largest, 0.5), 3e4) <= 2**14 or largest != largest
+    assert of_x == pytest.approx(2.0 ** round(torch.tensor(of_x).log2().item()), rel=1e-6)
+    assert host_share(known, torch.bfloat16) == known
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -76,16 +76,17 @@ def allocate(
     def of(
         like: Tensor, shape: Sequence[int], factor: Tensor = factor, zero: bool = False, **options: Any
     ) -> PendingGradient:
-        options |= {"sum_dtype": plan.sum_dtype, "final": final, "zero": zero or empty}
+        options = {"sum_dtype": plan.sum_dtype, "final": final} | options | {"zero": zero or empty}
         return allocate_one(like, shape, factor, **options)
 
     def of_input(input: Tensor, weight: Tensor) -> PendingGradient:
         # fp16_headroom_of_input needs the largest number of the whole weight. No rank of a sharded
         # head knows it, so there a float16 gradient is kept in the sum's dtype.
         summed = keeps_input_sum(input, plan.options)
-        headroom: int | Tensor = FP16_EXPONENT
-        if input.dtype == torch.float16 and not summed:
-            headroom = fp16_headroom_of_input(weight)
+        headroom: int | Tensor | None = FP16_EXPONENT
+        if input.dtype == torch.float16 and not summed and not final:
+            one_chunk = plan.rows >= head.tokens and not empty
+            headroom = None if one_chunk else fp16_headroom_of_input(weight)
         shape = (head.tokens, input.shape[-1])
         return of(input, shape, summed=summed, zero=some_rows, by_row=by_row, headroom=headroom)
 
@@ -93,10 +94,14 @@ def allocate(
         summed, headroom = accumulate or k > 0, FP16_EXPONENT
         if weight.dtype == torch.float16 and not summed:
             headroom = fp16_headroom_of_weight(input)
-        own_rows = by_row and not class_blocks
-        return of(weight, weight.shape, summed=summed, by_row=own_rows, headroom=headroom)
+        given: dict[str, Any] = {"by_row": by_row and not class_blocks, "headroom": headroom}
+        if single_product:  # its operands may be float16, which not every factor may multiply
+            given["final"] = False
+        return of(weight, weight.shape, summed=summed, **given)
 
-    accumulate, class_blocks = (plan.weight_gradient == kind for kind in ("accumulate", "class_blocks"))
+    accumulate, class_blocks, single_product = (
+        plan.weight_gradient == kind for kind in ("accumulate", "class_blocks", "single_product")
+    )
     by_row = plan.exponentials
     terms = [*zip(head.inputs, head.weights)]
     return Gradients(
@@ -120,19 +125,22 @@ def allocate_one(
     final: bool,
     zero: bool = False,
     by_row: bool = False,
-    headroom: int | Tensor = FP16_EXPONENT,
+    headroom: int | Tensor | None = FP16_EXPONENT,
 ) -> PendingGradient:
     """Allocate the gradient of `like`, and split its factor into what is applied and what remains.
 
     `summed`: the gradient is kept in the sum's dtype until backward. `final`: no upstream gradient
     will be applied later. `by_row`: the engine multiplies each row by a factor of its own, and
-    applies the shared factor with it.
+    applies the shared factor with it. `headroom` is None for the float16 gradient of an input in
+    one chunk: its factor is split by the chunk's float32 rows.
     """
     kept = sum_dtype if summed else like.dtype
     make = torch.zeros if zero else torch.empty
     tensor = make(shape, dtype=kept, device=like.device)
     if _waits(like.dtype, kept, sum_dtype, by_row=by_row):
         return PendingGradient(tensor, None, factor)
+    if headroom is None:
+        return PendingGradient(tensor, unsplit=factor)
     applied, remaining = (factor, None) if final else split_factor(factor, like.dtype, headroom)
     return PendingGradient(tensor, applied, remaining)
 
@@ -178,7 +186,7 @@ class InputRows:
         """Allocate a buffer of `rows` rows; kept_rows is None if all rows are kept."""
         self.dx, self.backend, self.kept_rows = dx, backend, kept_rows
         self.buffer_CD = None
-        if dx.applied is not None or kept_rows is not None:
+        if dx.applied is not None or dx.unsplit is not None or kept_rows is not None:
             self.buffer_CD = torch.empty(rows, dx.tensor.shape[1], dtype=sum_dtype, device=dx.tensor.device)
 
     def memory(self, rows: slice) -> Tensor:  # [C, D]
@@ -190,6 +198,7 @@ class InputRows:
         if self.buffer_CD is None:
             return
         dx, dx_CD = self.dx, self.memory(rows)
+        dx.split_by(dx_CD)
         if self.kept_rows is None:
             scale_into(dx.tensor[rows], dx_CD, dx.applied, self.backend, spent=True)
         else:

@@ -95,7 +95,8 @@ class RowCoefs(ByRow):
         for field in fields(self):
             vector = getattr(self, field.name)
             if vector is not None and vector.is_floating_point():
-                bounds.append(vector.abs().amax() * room.get(field.name, 1))
+                largest = torch.linalg.vector_norm(vector, torch.inf)
+                bounds.append(largest * room[field.name] if field.name in room else largest)
         return torch.stack(bounds).amax()
 
     def __mul__(self, factor: Tensor) -> "RowCoefs":
