@@ -149,13 +149,16 @@ def forward_kl(
         and its sign, however close to 0 it is.
 
     Memory:
-        The call holds O(workspace): it works on a chunk of rows at a time. On CUDA, and on a CPU
-        with units for bfloat16, with a bfloat16 weight and at most V / 2 rows, a single product
-        forms the weight's gradient if the workspace has room for the bfloat16 gradient of all of
-        the student's logits. By default this is so only where the dense computation would hold as
-        much. For mean and sum, forward forms the gradients (four products) and holds them until
-        backward. For none, backward computes the logits again (six products). Without gradients
-        only the loss is computed (two products).
+        The call holds O(workspace): it works on a chunk of rows at a time. On CUDA with a
+        half-precision weight, and on a CPU with units for bfloat16 with a bfloat16 one and at most
+        V / 2 rows, a single product forms the weight's gradient if the workspace has room for the
+        half-precision gradient of all of the student's logits. The logits lie in the memory of the
+        weight's gradient before. On CUDA they may have memory of their own, where the workspace has
+        room for both heads' float32 logits of all rows. By default this is so only where the dense
+        computation, and what the call may hold beyond it, is as much. For mean and sum, forward
+        forms the gradients (four products) and holds them until backward. For none, backward
+        computes the logits again (six products). Without gradients only the loss is computed (two
+        products).
         On CUDA, one Triton kernel computes the row statistics from both heads' logits, and another
         one computes the gradient. Without Triton, and for float64, plain torch computes both.
         With ``retain_graph=True``, and under torch.compile, the gradients exist twice in backward.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lowtide.core.matmul import Operand, product
 from lowtide.core.pending_gradient import (
+    FP16_EXPONENT,
     PendingGradient,
     fp16_headroom_of_input,
     fp16_headroom_of_weight,
@@ -34,11 +35,10 @@ from lowtide.ops.distillation.planner import ALIGNMENT, DistillationPlan
 from lowtide.ops.distillation.softmax_torch import HeadTile, Statistics
 from lowtide.ops.linear_cross_entropy.engines.engine import Engine
 from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import LogitTransform
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one, as_sums
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, allocate_one
 from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
 from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import SingleProduct
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 
 # The gradient of reverse KL with respect to a logit, e^s (s - t - L), may exceed 1. The scale of
@@ -143,18 +143,22 @@ class DistillationEngine(Engine):
         x, w, b = self.heads.student
         dtypes = {self.options.student_dtype, *(each.dtype for each in (x, w, b) if each is not None)}
         if self.M > 0:
-            scale = fp16_scale(lambda: self.coef_N.abs().amax() * 2**ROOM, dtypes)
+            scale = fp16_scale(lambda: torch.linalg.vector_norm(self.coef_N, torch.inf) * 2**ROOM, dtypes)
             if scale is not None:
                 self.coef_N, self.factor = self.coef_N * scale, self.factor / scale
 
         def of(like: Tensor, *shape: int, summed: bool, **given: Any) -> PendingGradient:
-            options = {"sum_dtype": self.plan.sum_dtype, "final": self.final, "zero": self.M == 0}
+            # The operands of a single product may be float16, which not every factor may multiply.
+            final = self.final and not (like is w and self.plan.weight_gradient == "single_product")
+            options = {"sum_dtype": self.plan.sum_dtype, "final": final, "zero": self.M == 0}
             return allocate_one(like, shape, self.factor, summed=summed, **options | given)
 
         # G leaves 2^ROOM, and no rank knows the largest number of a divided weight.
-        of_input, of_weight = 0, 0
-        if x.dtype == torch.float16 and self.plan.agreement is None:
-            of_input = fp16_headroom_of_input(w) - ROOM
+        of_input: int | Tensor | None = 0
+        of_weight: int | Tensor = 0
+        if x.dtype == torch.float16 and self.plan.agreement is None and not self.final:
+            one_chunk = 0 < self.M <= self.plan.rows
+            of_input = None if one_chunk else fp16_headroom_of_input(w) - ROOM
         if w.dtype == torch.float16:
             of_weight = fp16_headroom_of_weight(x) - ROOM
         grad_x, grad_w, grad_b = self.plan.needs_grad
@@ -198,16 +202,13 @@ class DistillationEngine(Engine):
     def accumulator(self, place: int, dw: PendingGradient | None) -> WeightAccumulator | None:
         if dw is None or self.plan.weight_gradient != "single_product":
             return super().accumulator(place, dw)
-        assert dw.applied is not None
-        self.memory = as_sums(dw.tensor, self.plan.sum_dtype).view(-1)
-        width = padded(self.V, ALIGNMENT)
-        return SingleProduct(dw.tensor, dw.applied, tokens=self.M, share=self.share, width=width)
+        width, headroom = padded(self.V, ALIGNMENT), FP16_EXPONENT - ROOM
+        return self.form_at_once(dw, known=self.share, headroom=headroom, width=width, heads=2)
 
     def chunk_buffer(self, gradient: bool) -> BothLogits:
-        if not gradient or self.plan.weight_gradient != "single_product":
-            return self._logits(self.plan.rows, self.V)
-        C, width = self.plan.rows, padded(self.V, ALIGNMENT)
-        return BothLogits(*self.memory[: 2 * C * width].view(2, C, width)[..., : self.V])
+        if self.single_product is not None:
+            return BothLogits(*self.single_product.logits)
+        return self._logits(self.plan.rows, self.V)
 
     def block_buffer(self) -> BothLogits:
         return self._logits(self.plan.block_rows, self.plan.block_classes)

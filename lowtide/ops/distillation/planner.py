@@ -7,9 +7,10 @@
 All other parts are those of linear_cross_entropy/planning/byte_counts.py.
 
 There are three ways to form the gradient of a half-precision weight; the first that fits is taken.
-For few rows in bfloat16, a single product over all rows forms it. Until then the logits of each
-chunk lie in the gradient's memory, and the gradient of the student's logits is kept for all rows.
-The second way adds up the products of the chunks in a float32 sum. The third forms the gradient
+For few rows a single product over all rows forms it. Until then the logits of each chunk lie in the
+gradient's memory, and the gradient of the student's logits is kept for all rows. If that memory is
+too small for all rows, on CUDA they are one chunk with logits of its own where there is room. The
+second way adds up the products of the chunks in a float32 sum. The third forms the gradient
 class block by class block, which takes two more products.
 
 Shapes: N rows, D features, V classes.
@@ -27,10 +28,10 @@ from lowtide.core.kernels.devices import counted_as
 from lowtide.core.matmul import copied_bytes
 from lowtide.core.strides import multiplies
 from lowtide.ops.distillation.heads import DistillationOptions, Heads, copies_input
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, ByteCounts, padded
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts, padded
 from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_tokens
-from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes, even_rows
-from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes
+from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes, with_logits_placed
 from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.requirements import choose_backend
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
@@ -43,9 +44,9 @@ TILE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 26}
 TEMPORARIES = 8
 
 # A single product forms the weight gradient only if the gradient's memory has room for both heads'
-# logits of this many rows, or of all rows. With fewer rows per chunk, a product would read a whole
-# weight for less than one tile of tensor cores.
-FEWEST_ROWS = 128
+# logits of this many rows, or of half of all rows. With fewer rows per chunk, a product would read
+# a whole weight for less than about one tile of tensor cores.
+FEWEST_ROWS = 120
 
 # Rows of logits begin at multiples of this many numbers, since unaligned products are slow.
 ALIGNMENT = 16  # decision 0034
@@ -77,19 +78,21 @@ class DistillationPlan(Tiling):
 
 
 def make_plan(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool]) -> DistillationPlan:
+    _check_products(heads, options)
+    workspace, counts, backend, pass_logits = _memory(heads, options, needs_grad)
+    tiling = vars(choose_sizes(workspace, counts))
+    return DistillationPlan(
+        options=options, needs_grad=needs_grad, backend=backend, pass_logits=pass_logits, **tiling
+    )
+
+
+def _check_products(heads: Heads, options: DistillationOptions) -> None:
+    """Raise if the device, on which the call was not compiled, lacks its products."""
     if torch.float16 in (options.student_dtype, options.teacher_dtype) and heads.device.type == "cpu":
         raise ArgumentError(
             "this call was compiled or exported for float16 products, which a CPU lacks; "
             "compile or export it here"
         )
-    workspace, counts, backend, pass_logits = _memory(heads, options, needs_grad)
-    tiling = choose_sizes(workspace, counts)
-    if tiling.weight_gradient == "single_product":
-        rows = even_rows(_rows_in_gradient(heads), heads.rows, ROW_TILE[counts.device])
-        tiling = replace(tiling, rows=rows)
-    return DistillationPlan(
-        options=options, needs_grad=needs_grad, backend=backend, pass_logits=pass_logits, **vars(tiling)
-    )
 
 
 def rows_for(heads: Heads, options: DistillationOptions, needs_grad: Sequence[bool], rank_tokens: int) -> int:
@@ -152,10 +155,17 @@ def _memory(
     if options.group:
         both = (D, heads.teacher_input.shape[-1])
         counts = with_shard(counts, options.shard, sum_dtype, both, token_bytes=2 * counts.token_bytes)
-    elif options.dense is not None and _has_one_product(heads, student_dtype, counts):
-        of_gradient = padded(V, ALIGNMENT) * student_dtype.itemsize
-        of_inputs = features + D * (number + student_dtype.itemsize)
-        counts = replace(counts, one_product_row=of_gradient + of_inputs)
+    elif options.dense is not None and _may_have_one_product(heads, student_dtype, counts):
+        rows, size = _rows_in_gradient(heads), student_dtype.itemsize
+        in_gradient = padded(V, ALIGNMENT) * size + features + D * size
+        counts = replace(
+            counts,
+            one_product_row=in_gradient if rows >= min(-(-N // 2), FEWEST_ROWS) else 0,
+            rows_of_logits=rows,
+            sum_row=D * number,
+            own_logits_row=(device == "cuda" and rows < N) * (counts.token_bytes + D * size),
+        )
+        counts = with_logits_placed(counts, options.workspace, options.dense)
     tile_rows = 1
     if tile_row:
         tile_bytes = TILE_BYTES["cpu" if heads.device.type == "cpu" else "cuda"]
@@ -178,21 +188,21 @@ def _with_tile(counts: ByteCounts, rows: int, row: int) -> ByteCounts:
 
 
 def _rows_in_gradient(heads: Heads) -> int:
-    """Return the number of rows whose float32 logits, of both heads, fit in a bfloat16 [V, D]."""
+    """Return the number of rows whose float32 logits, of both heads, fit in a half-precision dW."""
     V, D = heads.student_weight.shape
     return V * D // 2 // (2 * padded(V, ALIGNMENT)) if V else 0
 
 
-def _has_one_product(heads: Heads, dtype: torch.dtype, counts: ByteCounts) -> bool:
+def _may_have_one_product(heads: Heads, dtype: torch.dtype, counts: ByteCounts) -> bool:
     """Return True if a single GEMM over all tokens may form the weight gradient."""
-    N, V = heads.rows, heads.classes
+    N = heads.rows
     return (
         counts.weight_sum > 0
-        and dtype == heads.student_weight.dtype == torch.bfloat16
+        and dtype == heads.student_weight.dtype
         and not counts.weight_copy
         and may_depend_on_tokens(N)
-        and 0 < 2 * N <= V
-        and _rows_in_gradient(heads) >= min(N, FEWEST_ROWS)
+        and N > 0
+        and (heads.device.type == "cuda" or heads.classes >= 2 * N)
     )
 
 

@@ -208,8 +208,8 @@ def linear_cross_entropy(
         sum, in float32, and as many bytes again: some 50 MiB for 1,024 tokens of 4,096 features.
         Where the gradients are large beside the logits (N below about D), this limit is below the
         whole default, and a call of more than V / 4 tokens may take four products instead of three:
-        pass a workspace for speed. So may fewer tokens with a float16 weight, with label smoothing,
-        or under autocast.
+        pass a workspace for speed. So may fewer tokens with label smoothing or under autocast. A
+        float16 weight takes three products wherever these bytes hold a chunk of all tokens.
         In compiled and exported graphs, which serve every N, None means the whole default. It does
         so too for derivatives of higher order, forward mode, vmap, and gradients of probabilities
         or class weights.

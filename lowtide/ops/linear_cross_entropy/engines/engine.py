@@ -29,12 +29,13 @@ from torch import Tensor
 
 from lowtide.core import pending_gradient
 from lowtide.core.matmul import Operand, blocks, product, product_of_rows
-from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, InputRows
+from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, InputRows, as_sums
 from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import (
     WeightAccumulator,
     choose_accumulator,
 )
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.in_torch import SingleProduct
 
 
 class Engine:
@@ -58,6 +59,7 @@ class Engine:
         # Where ranks have tokens of their own: their order, and rows that are read as zeros.
         self.order: TokenOrder | None = None
         self.cleared_N: Tensor | None = None
+        self.single_product: SingleProduct | None = None
 
     def walk(self, coefs: Any, stats: Any, gradients: Gradients, *, take_stats: bool) -> None:
         """Compute the row statistics if asked, and the gradients that are wanted."""
@@ -82,7 +84,7 @@ class Engine:
             return None
         buffer_CV = self.chunk_buffer(gradient)
         bias_sum_V = None if gradients.bias is None else gradients.bias.tensor
-        for rows in blocks(self.M, plan.rows):
+        for rows in blocks(self.M, self.chunk_rows(gradient)):
             chunks = [operand.rows(rows) for operand in self.operands]
             z_CV = buffer_CV[: rows.stop - rows.start]
             g_CV = self.chunk_gradient_(
@@ -163,6 +165,10 @@ class Engine:
 
     # An engine may override these.
 
+    def chunk_rows(self, gradient: bool) -> int:
+        """Return the number of tokens in a chunk."""
+        return int(self.plan.rows)
+
     @property
     def parts(self) -> list[slice]:
         """Return the parts of this rank's classes whose logits are computed apart."""
@@ -216,6 +222,21 @@ class Engine:
         return buffer[: rows * classes].view(rows, classes)
 
     # Engines call these.
+
+    def form_at_once(
+        self, dw: pending_gradient.PendingGradient, *, known: float, headroom: int, width: int, heads: int = 1
+    ) -> SingleProduct:
+        """Return the accumulator of dW as a single GEMM, which has memory for a chunk's logits.
+
+        `known` is what the host knows of 1 / factor, and `headroom` that of a float16 gradient
+        (host_share). Rows of logits begin `width` numbers apart.
+        """
+        assert dw.applied is not None
+        share = pending_gradient.host_share(known, dw.tensor.dtype, headroom)
+        memory = as_sums(dw.tensor, self.plan.sum_dtype).view(-1)
+        sizes = {"tokens": self.M, "rows": self.plan.rows, "width": width, "heads": heads}
+        self.single_product = SingleProduct(dw.tensor, dw.applied, memory, share=share, **sizes)
+        return self.single_product
 
     def input_rows(self, dx: pending_gradient.PendingGradient | None) -> InputRows | None:
         """Return what takes the rows of an input gradient, if it is wanted."""

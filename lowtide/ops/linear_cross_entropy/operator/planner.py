@@ -19,7 +19,7 @@ from lowtide.ops.linear_cross_entropy.planning.division.step_time import (
     step_seconds,
     weight_gradient_seconds,
 )
-from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes
+from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes, with_logits_placed
 from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
 from lowtide.ops.linear_cross_entropy.planning.operands import (
     OperandAccess,
@@ -250,9 +250,11 @@ def _memory(call: Call) -> tuple[OperandAccess, int, ByteCounts]:
         token_bytes = spec.shard_token_bytes(call, counts)
         counts = with_shard(counts, options.shard, options.sum_dtype, call.features, token_bytes)
     # A rank of a divided head holds all rows of dX in float32, and as many bytes again. For a
-    # single GEMM of dW any other call may hold a scaled copy of X.
-    of_number = 8 if options.sharded else access.dtype.itemsize if counts.one_product_row else 0
+    # single GEMM of dW any other call may hold a scaled copy of X, if tokens are few.
+    scales = counts.one_product_row and 2 * counts.N <= counts.V
+    of_number = 8 if options.sharded else access.dtype.itemsize if scales else 0
     rows = of_number * counts.N * counts.D
+    counts = with_logits_placed(counts, options.workspace, options.dense, rows=rows)
     workspace = granted_bytes(options.workspace, options.dense, counts, rows=rows)
     usual = counts if options.few_tokens else replace(counts, product_rows=_usual_rows(counts, workspace))
     if options.dense is not None:  # else the number of tokens may be a symbol

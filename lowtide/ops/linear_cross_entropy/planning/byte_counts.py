@@ -154,7 +154,16 @@ class ByteCounts:
     packed_sum_20: int = 0
     """The same with 20 bits, where `packed_sum` is with 24; 0 if there is only one form."""
     one_product_row: int = 0
-    """Bytes per token of a chunk of all tokens whose dW is a single GEMM; 0 without such a GEMM."""
+    """Bytes per token if a single GEMM over all tokens forms dW; 0 without such a GEMM."""
+    rows_of_logits: int = 0
+    """The most tokens of a chunk whose float32 logits lie in dW's memory before such a GEMM.
+
+    0 for all tokens: they are one chunk, whose logits or exponentials have memory of their own.
+    """
+    sum_row: int = 0
+    """Bytes per token of such a chunk beside `one_product_row`: its float32 rows of dX."""
+    own_logits_row: int = 0
+    """Bytes per token if the logits of all tokens have memory of their own; 0 if never."""
     rounded_block: int = 0
     """Bytes of the smallest float32 block of classes that a single GEMM for dW is rounded from."""
     target_rows_bytes: int = 0
@@ -212,7 +221,13 @@ class ByteCounts:
         The gradient rows of target classes are formed before the dX GEMM, in the same memory.
         """
         shared = max(self.shared_buffer_bytes(self.N), self.target_rows_bytes)
-        return self.N * self.one_product_row + shared + max(block, self.rounded_block)
+        sums = min(self.N, self.rows_of_logits) * self.sum_row
+        return self.N * self.one_product_row + sums + shared + max(block, self.rounded_block)
+
+    def with_own_logits(self) -> "ByteCounts":
+        """Return the counts of one chunk whose logits have memory of their own."""
+        row = self.own_logits_row
+        return replace(self, one_product_row=row, rows_of_logits=0, sum_row=0, own_logits_row=0)
 
     @property
     def one_chunk(self) -> int:

@@ -54,7 +54,8 @@ class Plan(Tiling):
     @property
     def one_product_of_logits(self) -> bool:
         """Return True if engines/logits/one_product.py computes the call."""
-        return self.engine == "logits_triton" and self.weight_gradient == "single_product"
+        single = self.engine == "logits_triton" and self.weight_gradient == "single_product"
+        return single and self.compute_dtype == torch.bfloat16
 
     def call(self, head: Head) -> Call:
         """Return the call of a head that this plan is for."""

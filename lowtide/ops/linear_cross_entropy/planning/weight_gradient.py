@@ -24,6 +24,10 @@ FEWEST_CLASSES_PER_TOKEN = 4  # decisions 0073 and 0088
 # classes, and of at most so many numbers, which stay in the cache.
 ROUNDED_CLASSES, ROUNDED_NUMBERS = 512, 1 << 20  # decision 0083
 
+# Where dW's memory holds the logits of fewer than all tokens before a single GEMM, a float32 sum is
+# preferred if its chunks have so many times as many rows.
+LONGER_WITH_SUM = 4  # decision 0098
+
 # With more tokens, two chunks with a packed sum on the Gluon pipeline take about as long as one
 # GEMM over all tokens, and a quarter to a third less memory: the sum is read while operands arrive.
 MOST_TOKENS_OF_ONE_PRODUCT = 6144  # decision 0016
@@ -73,12 +77,16 @@ def choose_weight_gradient(workspace: int, counts: ByteCounts) -> WeightGradient
 
 
 def prefers_sum(counts: ByteCounts, room: int) -> bool:
-    """Return True if chunks with a sum of 24 bits are preferred to one GEMM over all tokens.
+    """Return True if chunks with a sum are preferred to one GEMM over all tokens.
 
-    Chunks and sum get `room` bytes. On a CPU any sum is preferred with many tokens.
+    The sum has 24 bits, or is float32 where there are none. Chunks and sum get `room` bytes. On a
+    CPU any sum is preferred with many tokens.
     """
     if counts.rounded_block:
         return counts.N * FEWEST_CLASSES_PER_TOKEN > counts.V
+    if counts.own_logits_row:  # several chunks, whose logits lie in dW's memory
+        longer = min(counts.N, LONGER_WITH_SUM * counts.rows_of_logits)
+        return counts.most_rows(room - counts.weight_sum) >= longer
     if not counts.pipelined_rows or counts.N <= MOST_TOKENS_OF_ONE_PRODUCT:
         return False
     rows = counts.most_rows(room - counts.packed_sum)

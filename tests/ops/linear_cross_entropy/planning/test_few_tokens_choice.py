@@ -76,10 +76,43 @@ def test_no_number_of_tokens(monkeypatch):
 
 
 def test_other_cards(monkeypatch):
-    """Without tensor maps few tokens take the single product as well, and float16 does not."""
+    """Without tensor maps few tokens take the single product, too, as float16 does on any card."""
     monkeypatch.setattr(requirements, "_has_tensor_maps", lambda device: False)
     assert choice(256, 1024, 32000)[:2] == ("logits_triton", "single_product")
-    assert choice(256, 1024, 32000, dtype=torch.float16)[1] != "single_product"
+    assert choice(256, 1024, 32000, dtype=torch.float16)[:2] == ("logits_triton", "single_product")
+
+
+# Shapes that took 11 to 260 pieces (decision 0098).
+FLOAT16 = [(64, 8192, 22336), (64, 2560, 2944), (1065, 8192, 12605), (672, 392, 226328), (256, 2048, 143040),
+           (137, 504, 168484), (1811, 7800, 9744), (4096, 4096, 128256), (2048, 8192, 4000)]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"log_probs": True}], ids=str)
+@pytest.mark.parametrize(("N", "D", "V"), FLOAT16)
+def test_few_tokens_in_float16(N, D, V, options):
+    """One chunk, or two, where it takes at most 64 MiB more than the dense computation."""
+    with FakeTensorMode():
+        call = call_of_sizes(N, D, V, dtype=torch.float16, **options)
+        made, held = planner.make_plan(call), planner.peak_bytes(call)
+    assert (made.engine, made.weight_gradient) == ("logits_triton", "single_product")
+    assert -(-N // made.rows) <= (2 if (N, V) == (2048, 4000) else 1)
+    dense = max(6 * N * V - 2 * (N + V) * D, 2 * N * V)
+    assert held <= dense + MOST_BESIDE + 256 * (N + D + V) + (2 * N * D if 2 * N <= V else 0)
+
+
+@pytest.mark.parametrize("workspace", [100 << 20, 200 << 20, 400 << 20])
+def test_float16_in_a_workspace(workspace):
+    """A workspace that was passed is not exceeded, whatever way fits it."""
+    with FakeTensorMode():
+        call = call_of_sizes(672, 1024, 131072, dtype=torch.float16, workspace=workspace)
+        assert planner.peak_bytes(call) <= planner.make_plan(call).workspace == workspace
+
+
+def test_many_tokens_in_float16_keep_their_sum():
+    """Its chunks have more rows than the memory of dW."""
+    with FakeTensorMode():
+        made = planner.make_plan(call_of_sizes(8192, 1024, 128256, dtype=torch.float16))
+    assert (made.weight_gradient, made.rows) == ("accumulate", 2048)
 
 
 def predicted(engine, N, D, V):

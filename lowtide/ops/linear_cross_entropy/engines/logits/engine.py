@@ -9,17 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.core.pending_gradient import FP16_EXPONENT, PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import RowCoefs, SoftmaxStats, TileColumns
+from lowtide.ops.linear_cross_entropy.engines.logits.spec import rows_in_gradient
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.engines.part_stats import begin_merge
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import WeightAccumulator
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded_classes
 
 
 class LogitsEngine(LossEngine):
     """Turn the float32 logits of a chunk into their gradient, in place."""
 
+    def accumulator(self, place: int, dw: PendingGradient | None) -> WeightAccumulator | None:
+        if place or dw is None or not self._forms_at_once:
+            return super().accumulator(place, dw)
+        known = max(self.M, 1) if self.plan.options.reduction == "mean" else 1
+        return self.form_at_once(dw, known=known, headroom=FP16_EXPONENT, width=self._width)
+
+    def chunk_rows(self, gradient: bool) -> int:
+        """Return half of the tokens at most where logits would lie in the memory of no gradient.
+
+        Statistics alone have the memory that G takes, in half precision.
+        """
+        rows = self.plan.rows
+        if gradient or not self._forms_at_once:
+            return rows
+        in_gradient = rows_in_gradient(self.V, self.operands[0].D, self.device.type)
+        return rows if rows > in_gradient else min(rows, max(1, self.M // 2))
+
     def chunk_buffer(self, gradient: bool) -> Tensor:
-        return self.buffer(self.plan.rows, padded_classes(self.V, self.device.type))[:, : self.V]
+        if self.single_product is not None:
+            return self.single_product.logits[0]
+        return self.buffer(self.chunk_rows(gradient), self._width)[:, : self.V]
+
+    @property
+    def _width(self) -> int:
+        return padded_classes(self.V, self.device.type)
+
+    @property
+    def _forms_at_once(self) -> bool:
+        return self.plan.engine == "logits_triton" and self.plan.weight_gradient == "single_product"
 
     @property
     def parts(self) -> list[slice]:

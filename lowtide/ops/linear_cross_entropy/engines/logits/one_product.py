@@ -29,10 +29,8 @@ from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, as_sums
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
-from lowtide.ops.linear_cross_entropy.engines.logits.spec import rows_in_gradient
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ROW_TILE, padded_classes
-from lowtide.ops.linear_cross_entropy.planning.division.sizes import even_rows
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded_classes
 
 WIDTH, WARPS = 4096, 4
 
@@ -77,7 +75,7 @@ class OneProductEngine(LossEngine):
         memory, width = as_sums(dw_VD, plan.sum_dtype), padded_classes(V, kind)
         g_NV = torch.empty((N, width), dtype=dtype, device=device)
         g_NV = g_NV if width == V else g_NV[:, :V]
-        for chunk in blocks(N, even_rows(rows_in_gradient(V, D, kind), N, ROW_TILE[kind])):
+        for chunk in blocks(N, plan.rows):
             z_CV = memory.as_strided((chunk.stop - chunk.start, V), (width, 1))
             product(z_CV, rows_of(x_ND, chunk), weight_VD.t())
             softmax_gradient_into(

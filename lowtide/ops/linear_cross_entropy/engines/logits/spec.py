@@ -13,6 +13,7 @@ from lowtide.ops.linear_cross_entropy.planning.call_memory import may_depend_on_
 from lowtide.ops.linear_cross_entropy.planning.engine_spec import EngineSpec
 from lowtide.ops.linear_cross_entropy.planning.memory_model import (
     counts_with_float32_sums,
+    with_gradient,
     with_rounded_blocks,
 )
 from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
@@ -22,8 +23,10 @@ from lowtide.ops.linear_cross_entropy.planning.requirements import (
 )
 
 # dW is formed by a single GEMM only if its memory holds the float32 logits of this many rows, or of
-# all tokens. With fewer rows, each GEMM of logits would read the whole weight for few rows.
-FEWEST_ROWS = 256
+# all tokens. With fewer rows, each GEMM of logits would read the whole weight for few rows. In
+# float16 class blocks would take the place of the single GEMM, which are slower. So about one tile
+# of rows is enough there, or half of the tokens.
+FEWEST_ROWS, FEWEST_ROWS_OF_FLOAT16 = 256, 120  # decisions 0062 and 0098
 
 
 def _memory_in_torch(call: Call, access: OperandAccess) -> ByteCounts:
@@ -57,11 +60,21 @@ def _memory_in_triton(call: Call, access: OperandAccess) -> ByteCounts:
     """
     logits = padded_classes(call.V, call.device) * call.sum_size
     counts = counts_with_float32_sums(call, access, logits=logits, block_logit=call.sum_size)
-    if not _has_one_product(call, access, counts):
+    if not _may_have_one_product(call, access, counts):
         return counts
+    rows = rows_in_gradient(call.V, call.D, call.device)
     of_gradient = padded_classes(call.V, call.device) * access.dtype.itemsize
-    beside_logits = counts.token_bytes - logits - call.D * call.sum_size * call.needs_grad.inputs[0]
-    return replace(counts, one_product_row=of_gradient + beside_logits + call.D * access.dtype.itemsize)
+    own = counts.token_bytes + call.D * access.dtype.itemsize
+    sums = sum(D_k * call.sum_size for D_k in with_gradient(call))
+    in_gradient = own - logits - sums + of_gradient
+    if access.dtype == torch.float16:
+        in_gradient = in_gradient if rows >= min(-(-call.N // 2), FEWEST_ROWS_OF_FLOAT16) else 0
+        own = own if rows < call.N else 0
+        counts = replace(counts, rows_of_logits=rows, sum_row=sums, own_logits_row=own)
+        return replace(counts, one_product_row=in_gradient)
+    if rows < min(call.N, FEWEST_ROWS) or not _has_one_product(call):
+        return counts
+    return replace(counts, one_product_row=in_gradient, rows_of_logits=rows)
 
 
 def _two_chunks(call: Call, counts: ByteCounts) -> int:
@@ -84,23 +97,29 @@ def chunks_in_gradient(tokens: int, features: int, classes: int, device: str) ->
     return -(-tokens // max(1, rows_in_gradient(classes, features, device)))
 
 
-def _has_one_product(call: Call, access: OperandAccess, counts: ByteCounts) -> bool:
-    """Return True if a single GEMM over all tokens may form dW, rounded as it is written.
-
-    Before this GEMM, dW's memory holds the float32 rows of dX, too; they fit if 2 N <= V.
-    """
-    head, tokens, needs_grad, call_kind = call.head, call.head.tokens, call.needs_grad, call.call_kind
+def _may_have_one_product(call: Call, access: OperandAccess, counts: ByteCounts) -> bool:
+    """Return True if a single GEMM over all tokens may form dW, rounded as it is written."""
     return (
         counts.weight_sum > 0
-        and call.options.reduction != "none"
-        and not (call_kind.log_probs or call_kind.probabilities or needs_grad.bias or needs_grad.scale)
-        and len(head.inputs) == 1
-        and access.dtype == head.weights[0].dtype == head.inputs[0].dtype == torch.bfloat16
+        and access.dtype == call.head.weights[0].dtype  # half precision, as its sum is another one
         and not counts.weight_copy
         and not call.options.sharded
-        and may_depend_on_tokens(tokens)
-        and 2 * tokens <= call.V
-        and rows_in_gradient(call.V, call.D, call.device) >= min(tokens, FEWEST_ROWS)
+        and may_depend_on_tokens(call.head.tokens)
+    )
+
+
+def _has_one_product(call: Call) -> bool:
+    """Return True if logits/one_product.py may compute the call, in bfloat16.
+
+    Before its GEMM for dW, dW's memory holds the float32 rows of dX, too; they fit if 2 N <= V.
+    """
+    head, needs_grad, call_kind = call.head, call.needs_grad, call.call_kind
+    return (
+        call.options.reduction != "none"
+        and not (call_kind.log_probs or call_kind.probabilities or needs_grad.bias or needs_grad.scale)
+        and len(head.inputs) == 1
+        and head.inputs[0].dtype == head.weights[0].dtype
+        and 2 * head.tokens <= call.V
     )
 
 

@@ -155,24 +155,44 @@ class SingleProduct:
     """Form a half-precision gradient by a single GEMM over all tokens, which rounds as it writes.
 
     The operands of all tokens are kept until `finish`. Nothing is written to the gradient before,
-    so its memory may hold logits.
+    so its memory holds the float32 logits of a chunk. A chunk of all tokens may be too large for
+    it. Its logits have memory of their own then, where g is read as well.
 
     The gradient includes the factor `applied`. This number is on the device, but a GEMM takes its
     scale from the host. `share` is the part of 1 / applied that the host knows. So the GEMM is
     scaled by 1 / share, and the rows of x are multiplied by applied * share. In most calls
-    applied * share is 1, and rounds nothing.
+    applied * share is 1, or a power of two in float16, and rounds nothing.
     """
 
     factor, ends_early = None, False
 
     def __init__(
-        self, gradient_VD: Tensor, applied: Tensor, *, tokens: int, share: float, width: int
+        self,
+        gradient_VD: Tensor,
+        applied: Tensor,
+        memory: Tensor,
+        *,
+        tokens: int,
+        rows: int,
+        share: float,
+        width: int,
+        heads: int = 1,
     ) -> None:
-        """Allocate memory for the operands. Rows of g begin `width` numbers apart."""
+        """Allocate memory for the operands, and for logits where the gradient has too little.
+
+        `memory` is that of the gradient, as float32 numbers. A chunk has `rows` tokens, and logits
+        of so many heads. Rows of logits and of g begin `width` numbers apart.
+        """
         (V, D), dtype, device = gradient_VD.shape, gradient_VD.dtype, gradient_VD.device
         self.gradient_VD, self.share = gradient_VD, share
         self.of_x = (applied * share).view(1)
-        self.g_NV = torch.empty(tokens, width, dtype=dtype, device=device)[:, :V]
+        size = heads * rows * width
+        self.g_NV: Tensor | None = None
+        if size <= memory.numel():
+            self.g_NV = torch.empty(tokens, width, dtype=dtype, device=device)[:, :V]
+        else:
+            memory = torch.empty(size, dtype=applied.dtype, device=device)
+        self.logits = memory[:size].view(heads, rows, width)[..., :V]
         self.x_ND = torch.empty(tokens, D, dtype=dtype, device=device)
         self.kept = 0
 
@@ -180,7 +200,11 @@ class SingleProduct:
         self, g_CV: Tensor, x_CD: Tensor, *, first: bool, last: bool, counted: CountedChunk = ALL
     ) -> None:
         rows = slice(self.kept, self.kept + g_CV.shape[0])
-        self.g_NV[rows] = g_CV
+        if self.g_NV is None:
+            assert last, "a chunk of all tokens"
+            self.g_NV = g_CV
+        else:
+            self.g_NV[rows] = g_CV
         torch.mul(x_CD, self.of_x, out=self.x_ND[rows])
         self.kept = rows.stop
 
@@ -192,4 +216,5 @@ class SingleProduct:
 
     def finish(self) -> None:
         """Write the product of the kept operands to the gradient's memory."""
+        assert self.g_NV is not None
         product(self.gradient_VD, self.g_NV.t(), self.x_ND, scale=1 / self.share)

@@ -128,8 +128,11 @@ def _sizes(free: int, counts: ByteCounts, way: WeightGradient, bits: int) -> Til
     if way == "class_blocks" and two_sweeps is not None and N:
         found = class_blocks.sizes(two_sweeps, room, free)
         return Tiling(operand_classes=operand_classes, weight_gradient=way, sum_bits=bits, **found._asdict())
-    rows = max(N, 1) if way == "single_product" else even_rows(counts.most_rows(room), N, tile)
-    if counts.device == "cuda" and rows < N:
+    single = way == "single_product"
+    most = (counts.rows_of_logits or N) if single else counts.most_rows(room)
+    # Each chunk reads the whole weight. Of few rows, whole tiles might leave half to more chunks.
+    rows = even_rows(most, N, tile // 8 if single and most < 4 * tile else tile)
+    if counts.device == "cuda" and rows < N and not single:
         rows = _quickest(counts, counts.most_rows(room), fewest_rows(counts, way, bits), way, bits)
     # Where ranks agree on smaller chunks, class blocks take the place of a single GEMM.
     block, sum_room = (0, 0), free // 2

@@ -4,7 +4,9 @@ The default is no more than the dense computation would hold, unless this leaves
 rows or classes at a time. A small call may hold a little more, so that it is one chunk.
 """
 
-from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
+from dataclasses import replace
+
+from lowtide.ops.linear_cross_entropy.planning.byte_counts import FEWEST_PRODUCT_ROWS, ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.division.sizes import choose_sizes, may_skip
 from lowtide.ops.linear_cross_entropy.planning.tiling import Tiling
 
@@ -65,6 +67,29 @@ def granted_bytes(workspace: int | None, dense: int | None, counts: ByteCounts, 
     if _has_large_pieces(tiling, counts) and not one_more:
         return limited
     return min(most, max(limited, smallest + ROOM[counts.device]))
+
+
+def with_logits_placed(
+    counts: ByteCounts, workspace: int | None, dense: int | None, *, rows: int = 0
+) -> ByteCounts:
+    """Return the counts with the first place for logits, before a single GEMM, that leaves room.
+
+    One chunk with logits of its own is tried if dW's memory holds those of fewer tokens. Else they
+    lie there, with as few rows at a time as the rows of dX beside them require.
+    """
+
+    def fits(counts: ByteCounts) -> bool:
+        return counts.one_chunk <= granted_bytes(workspace, dense, counts, rows=rows)
+
+    if counts.own_logits_row and fits(own := counts.with_own_logits()):
+        return own
+    fewer = counts
+    while fewer.sum_row and fewer.one_product_row and not fits(fewer):
+        most = min(fewer.N, fewer.rows_of_logits)
+        if most <= FEWEST_PRODUCT_ROWS:
+            return counts
+        fewer = replace(fewer, rows_of_logits=most // 2)
+    return fewer
 
 
 def _has_large_pieces(tiling: Tiling, counts: ByteCounts) -> bool:

@@ -1,0 +1,212 @@
+"""The engine of float32 logits where it forms a float16 dW by a single GEMM over all tokens.
+
+On the CPU these run under Triton's interpreter, with products of float16 as on a card: float32
+sums.
+
+Shapes: N tokens, D features, V classes.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import lowtide
+from lowtide.core import matmul
+from lowtide.memory import peak_memory
+from lowtide.ops.linear_cross_entropy.definition.head import Labels
+from lowtide.ops.linear_cross_entropy.engines import engine
+from lowtide.ops.linear_cross_entropy.engines.logits import spec
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
+from lowtide.ops.linear_cross_entropy.planning import operands
+from tests.ops.linear_cross_entropy.engines.logits.test_one_product_of_logits import (
+    OPTIONS,
+    losses,
+    relative,
+)
+from tests.support.loss import interpreted, make_inputs, planned, workspace_for
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+FP16 = torch.float16
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_card(device, monkeypatch):
+    """Let the CPU multiply float16 operands into float32 sums."""
+    monkeypatch.setattr(spec, "FEWEST_ROWS_OF_FLOAT16", 8)
+    if device == "cuda":
+        return
+    if not interpreted():
+        pytest.skip("needs Triton's interpreter")
+    monkeypatch.setattr(operands, "_dtype", lambda head, options: options.compute_dtype)
+
+    def product(out, a, b, *, add=False, scale=1.0):
+        found = scale * (a.float() @ b.float())
+        out.copy_(out + found if add else found)
+
+    for module in (matmul, engine, in_torch):
+        monkeypatch.setattr(module, "product", product)
+
+
+# G, dW, and X where the factor is no power of two are rounded to float16, each by 2^-12 at most.
+# The interpreter cuts a float32 off where a card rounds.
+MOST_ERROR = {"cuda": 3 * 2**-12, "cpu": 1.2e-3}
+ROOM = 1 << 24
+
+
+def in_several_chunks(inputs, **options):
+    """The smallest workspace in which dW is a single GEMM: its memory holds the logits before."""
+    return workspace_for(inputs, lambda plan: plan.weight_gradient == "single_product", **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(("N", "V"), [(37, 144), (40, 203)])
+def test_gradients(device, N, V, chunks, reduction):
+    """From one chunk with logits of its own, and from several; an ignored row is 0."""
+    D, options = 32, {"backend": "triton", "reduction": reduction}
+    inputs = make_inputs(N, D, V, dtype=FP16, device=device)
+    workspace = ROOM if chunks == 1 else in_several_chunks(inputs, **options)
+    made = planned(inputs, workspace, **options)
+    assert (made.engine, made.weight_gradient) == ("logits_triton", "single_product")
+    assert -(-N // made.rows) == chunks
+    target = inputs.target.clone().flatten()
+    target[2] = -100
+    x, w = inputs.input.detach().reshape(N, D).clone().requires_grad_(), inputs.linear_weight
+    loss = lowtide.linear_cross_entropy(x, w, target, workspace=workspace, **options)
+    upstream = torch.linspace(0.5, 1.5, max(1, loss.numel()), device=device).view(loss.shape)
+    found = torch.autograd.grad(loss, (x, w), upstream)
+    xd, wd = (each.detach().double().requires_grad_() for each in (x, w))
+    true = torch.nn.functional.cross_entropy(xd @ wd.t(), target, reduction=reduction)
+    exact = torch.autograd.grad(true, (xd, wd), upstream.double())
+    assert relative(loss.detach(), true.detach()) < 1e-6
+    for got, wanted in zip(found, exact):
+        assert relative(got, wanted) < MOST_ERROR[device]
+    assert not found[0][2].any()
+
+
+@pytest.mark.parametrize("names", [*([each] for each in OPTIONS), OPTIONS], ids="-".join)
+def test_options(device, names):
+    N, D, V = 24, 32, 101
+    inputs = make_inputs(N, D, V, dtype=FP16, device=device)
+    x, w, target = inputs.input.detach().reshape(N, D), inputs.linear_weight, inputs.target.flatten().clone()
+    target[3] = -100
+    bias = torch.randn(V, device=device).requires_grad_()
+    scale = torch.tensor(1.5, device=device).requires_grad_()
+    values = {
+        "linear_bias": bias,
+        "weight": torch.rand(V, device=device) + 0.5,
+        "label_smoothing": 0.2,
+        "softcap": 3.0,
+        "logit_scale": scale,
+        "z_loss": 0.1,
+        "row_weight": torch.rand(N, device=device),
+        "normalizer": 7.0,
+    }
+    options = {name: values[name] for name in names}
+    x.requires_grad_()
+    leaves = [x, w, *(each for each in options.values() if getattr(each, "requires_grad", False))]
+    loss = lowtide.linear_cross_entropy(x, w, target, workspace=ROOM, backend="triton", **options)
+    found = torch.autograd.grad(loss, leaves)
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    named = dict(zip((id(each) for each in leaves), wide))
+    exact = {name: named.get(id(value), value) for name, value in options.items()}
+    true = losses(wide[0], wide[1], target, **exact)
+    assert relative(loss.detach(), true.detach()) < 1e-5
+    for got, wanted in zip(found, torch.autograd.grad(true, wide)):
+        assert relative(got, wanted) < MOST_ERROR[device]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("of_x", "upstream"), [(2**-6, 2**7), (1, 2**9), (2**6, 2**-4), (2**9, 2**-12)])
+def test_small_and_large_numbers(device, reduction, of_x, upstream):
+    """No operand leaves float16's range where the gradient is in it, whatever the loss scale."""
+    N, D, V = 24, 32, 101
+    inputs = make_inputs(N, D, V, dtype=FP16, device=device, ignored=0.0)
+    x = (inputs.input.detach().reshape(N, D) * of_x).requires_grad_()
+    w = (inputs.linear_weight.detach() / of_x).requires_grad_()
+    target, options = inputs.target.flatten(), {"reduction": reduction}
+    loss = lowtide.linear_cross_entropy(x, w, target, workspace=ROOM, backend="triton", **options)
+    found = torch.autograd.grad(loss, (x, w), torch.full_like(loss, upstream))
+    xd, wd = (each.detach().double().requires_grad_() for each in (x, w))
+    true = torch.nn.functional.cross_entropy(xd @ wd.t(), target, **options)
+    for got, wanted in zip(found, torch.autograd.grad(true, (xd, wd), torch.full_like(true, upstream))):
+        rounded = relative(wanted.half(), wanted)  # with a large weight, dX ends at float16's subnormals
+        assert relative(got, wanted) < MOST_ERROR[device] + 2 * rounded
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probs(device, entropy):
+    N, D, V = 24, 32, 144
+    inputs = make_inputs(N, D, V, dtype=FP16, device=device, ignored=0.0)
+    x, w, target = inputs.input.detach().reshape(N, D), inputs.linear_weight, inputs.target.flatten()
+    x.requires_grad_()
+    result = lowtide.linear_log_probs(x, w, target, workspace=ROOM, backend="triton")
+    found = torch.autograd.grad((result.entropy if entropy else result.log_prob).sum(), (x, w))
+    xd, wd = (each.detach().double().requires_grad_() for each in (x, w))
+    z_NV = (xd @ wd.t()).log_softmax(1)
+    true = -(z_NV.exp() * z_NV).sum() if entropy else z_NV.gather(1, target[:, None]).sum()
+    for got, wanted in zip(found, torch.autograd.grad(true, (xd, wd))):
+        assert relative(got, wanted) < MOST_ERROR[device]
+
+
+@pytest.mark.parametrize("N", [3, 7, 16, 23])
+def test_mean_rounds_nothing(device, monkeypatch, N):
+    """Without ignored rows X is multiplied by a power of two, whatever the number of rows."""
+    kept = []
+    finish = in_torch.SingleProduct.finish
+
+    def remembered(self):
+        kept.append(self.x_ND.clone())
+        finish(self)
+
+    monkeypatch.setattr(in_torch.SingleProduct, "finish", remembered)
+    inputs = make_inputs(N, 32, 144, dtype=FP16, device=device, ignored=0.0)
+    x = inputs.input.detach().reshape(N, 32).requires_grad_()
+    lowtide.linear_cross_entropy(
+        x, inputs.linear_weight, inputs.target.flatten(), workspace=ROOM, backend="triton"
+    )
+    factor = (kept[0].abs().amax() / x.detach().abs().amax()).double()
+    assert torch.equal(torch.frexp(factor)[0].cpu(), torch.tensor(0.5, dtype=torch.double))
+    assert torch.equal(kept[0].double(), x.detach().double() * factor)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_workspace_kept(device, reduction, chunks):
+    """In forward and backward, beyond the gradients."""
+    N, D, V = 96, 64, 4096
+    options = {"backend": "triton", "reduction": reduction}
+    inputs = make_inputs(N, D, V, dtype=FP16, device=device, ignored=0.0)
+    workspace = 1 << 23 if chunks == 1 else in_several_chunks(inputs, **options)
+    made = planned(inputs, workspace, **options)
+    assert (made.weight_gradient, -(-N // made.rows)) == ("single_product", chunks)
+    x, w, target = inputs.input.detach().reshape(N, D), inputs.linear_weight, inputs.target.flatten()
+    x.requires_grad_()
+
+    def step():
+        loss = lowtide.linear_cross_entropy(x, w, target, workspace=workspace, **options)
+        return torch.autograd.grad(loss.sum(), (x, w))
+
+    step()
+    with peak_memory(device) as peak:
+        step()
+    # In this test, products on the CPU copy their operands.
+    copies = 0 if device == "cuda" else 4 * (N + V) * D + 4 * N * V + 8 * V * D
+    assert peak.bytes <= workspace + 2 * (N + V) * D + 4 * N + copies
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_operator_and_its_fake_agree(device, reduction):
+    inputs = make_inputs(24, 32, 144, dtype=FP16, device=device)
+    x = inputs.input.detach().reshape(24, 32)
+    options = planned(inputs, ROOM, backend="triton", reduction=reduction).options
+    labels = Labels(inputs.target.flatten())
+    call = [[x], [inputs.linear_weight.detach()], None, None, *labels, (True, True, False, False), *options]
+    real = torch.ops.lowtide.linear_cross_entropy(*call)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = torch.ops.lowtide.linear_cross_entropy(*tree_map_only(torch.Tensor, mode.from_tensor, call))
+    assert [(each.shape, each.dtype) for each in real] == [(each.shape, each.dtype) for each in fake]
