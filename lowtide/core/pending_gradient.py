@@ -137,17 +137,18 @@ def _finish_traced(tensor: Tensor, factor: Tensor | None, like: Tensor, grad_out
     return (tensor.to(whole.dtype) * whole).to(like.dtype).reshape(like.shape)
 
 
-def fp16_scale(find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype]) -> Tensor | None:
-    """Return the power of two that brings the largest coefficient near 2^14.
+def fp16_scale(
+    find_largest: Callable[[], Tensor], dtypes: Collection[torch.dtype], exponent: int = FP16_EXPONENT
+) -> Tensor | None:
+    """Return the power of two that brings the largest coefficient near 2^14, or this power of two.
 
     Return None if no dtype is float16.
     """
     if torch.float16 not in dtypes:
         return None
     largest = find_largest()
-    _, exponent = frexp(largest)
-    exponent = exponent.clamp(min=-100)  # smaller numbers are 0 in float16 at any scale
-    return _power_of_two(FP16_EXPONENT - exponent, largest.dtype)
+    found = frexp(largest)[1].clamp(min=-100)  # smaller numbers are 0 in float16 at any scale
+    return _power_of_two(exponent - found, largest.dtype)
 
 
 def split_factor(
@@ -169,14 +170,13 @@ def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.pow(2.0, exponent).to(dtype)
 
 
-def host_share(known: float, dtype: torch.dtype, headroom: int = FP16_EXPONENT) -> float:
+def host_share(known: float, dtype: torch.dtype) -> float:
     """Return the part of 1 / applied that the host knows, if it knows `known` of 1 / factor.
 
-    Of a float16 factor `split_factor` applies the mantissa, divided by a power of two that is known
-    on the device alone. It is at most `headroom`, which stands for it. So applied times the share
-    is at least 1/4, and makes no operand of float16 too small.
+    Of a float16 factor `split_factor` applies the mantissa, divided by a power of two that the
+    device alone knows.
     """
-    return math.ldexp(math.frexp(known)[0], headroom) if dtype == torch.float16 else known
+    return math.frexp(known)[0] if dtype == torch.float16 else known
 
 
 def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:
@@ -193,7 +193,7 @@ def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:
     return frexp(_largest(weight_VD))[1] + (FP16_EXPONENT - FP16_ROOM)
 
 
-def fp16_headroom_of_weight(input: Tensor) -> int | Tensor:  # [..., D]
+def fp16_headroom_of_weight(input: Tensor, ignored: Tensor | None = None) -> int | Tensor:  # [..., D]
     """Return the exponent that `split_factor` takes for the float16 gradient of a weight.
 
     A number of that gradient is a sum over all rows of the input, with factors up to 2^14. With
@@ -202,15 +202,37 @@ def fp16_headroom_of_weight(input: Tensor) -> int | Tensor:  # [..., D]
     """
     if input.numel() == 0:
         return FP16_EXPONENT
-    largest = _largest(input) * (input.numel() // input.shape[-1])
+    largest = _largest(input, ignored) * (input.numel() // input.shape[-1])
     return frexp(largest)[1].clamp(max=FP16_EXPONENT)
 
 
-def _largest(tensor: Tensor) -> Tensor:
+def fp16_exponent_of_rows(rows: int, room: int = 0) -> int:
+    """Return the power of two for coefficients if a single GEMM over all rows forms a float16 dW.
+
+    cuBLAS may add up parts of its sums in float16. So the sum itself is kept below 2^14, without
+    the factor that the GEMM applies: rows of the input are scaled to numbers below 1, and as many
+    coefficients as there are rows add up to 2^14 at most. Those of which each has `room` for
+    numbers that are so many powers of two larger are not expected to be large in all rows.
+    """
+    return FP16_EXPONENT - max(0, max(rows - 1, 0).bit_length() - room)
+
+
+def fp16_headroom_of_operand(input: Tensor, ignored: Tensor | None = None) -> int | Tensor:
+    """Return the exponent that `split_factor` takes for the dW of a single GEMM.
+
+    Multiplied by what is applied then, the rows of the input are below 1.
+    """
+    return frexp(_largest(input, ignored))[1] if input.numel() else 0
+
+
+def _largest(tensor: Tensor, ignored: Tensor | None = None) -> Tensor:
     """Return the largest absolute value, without a copy; float16's largest if it is not finite.
 
-    An ignored row may hold NaN, and so may a row whose neighbours' gradients are to stay finite.
+    Rows may hold NaN whose neighbours' gradients are to stay finite. Those of [..., D] that are
+    `ignored` [...] do not count.
     """
+    if ignored is not None:
+        tensor = torch.linalg.vector_norm(tensor, torch.inf, -1).masked_fill(ignored, 0)
     # In the tensor's own dtype the norm reads it once; in float32 it would copy it first, as abs
     # does.
     return torch.linalg.vector_norm(tensor, torch.inf).float().nan_to_num(FP16_MOST, FP16_MOST)

@@ -25,7 +25,9 @@ from lowtide.core.matmul import Operand, product
 from lowtide.core.pending_gradient import (
     FP16_EXPONENT,
     PendingGradient,
+    fp16_exponent_of_rows,
     fp16_headroom_of_input,
+    fp16_headroom_of_operand,
     fp16_headroom_of_weight,
     fp16_scale,
 )
@@ -142,14 +144,18 @@ class DistillationEngine(Engine):
         """Allocate the wanted gradients, with the factors to be applied to them."""
         x, w, b = self.heads.student
         dtypes = {self.options.student_dtype, *(each.dtype for each in (x, w, b) if each is not None)}
+        single, exponent = self.plan.weight_gradient == "single_product", FP16_EXPONENT
+        if single and w.dtype == torch.float16:
+            exponent = fp16_exponent_of_rows(self.M, ROOM)
         if self.M > 0:
-            scale = fp16_scale(lambda: torch.linalg.vector_norm(self.coef_N, torch.inf) * 2**ROOM, dtypes)
+            largest = functools.partial(torch.linalg.vector_norm, self.coef_N * 2**ROOM, torch.inf)
+            scale = fp16_scale(largest, dtypes, exponent)
             if scale is not None:
                 self.coef_N, self.factor = self.coef_N * scale, self.factor / scale
 
         def of(like: Tensor, *shape: int, summed: bool, **given: Any) -> PendingGradient:
             # The operands of a single product may be float16, which not every factor may multiply.
-            final = self.final and not (like is w and self.plan.weight_gradient == "single_product")
+            final = self.final and not (like is w and single)
             options = {"sum_dtype": self.plan.sum_dtype, "final": final, "zero": self.M == 0}
             return allocate_one(like, shape, self.factor, summed=summed, **options | given)
 
@@ -158,9 +164,10 @@ class DistillationEngine(Engine):
         of_weight: int | Tensor = 0
         if x.dtype == torch.float16 and self.plan.agreement is None and not self.final:
             one_chunk = 0 < self.M <= self.plan.rows
-            of_input = None if one_chunk else fp16_headroom_of_input(w) - ROOM
+            of_input = None if one_chunk else fp16_headroom_of_input(w) - ROOM - FP16_EXPONENT + exponent
         if w.dtype == torch.float16:
-            of_weight = fp16_headroom_of_weight(x) - ROOM
+            given = x, self.heads.ignored
+            of_weight = fp16_headroom_of_operand(*given) if single else fp16_headroom_of_weight(*given) - ROOM
         grad_x, grad_w, grad_b = self.plan.needs_grad
         summed = self.plan.weight_gradient == "accumulate"
         return Gradients(
@@ -202,8 +209,7 @@ class DistillationEngine(Engine):
     def accumulator(self, place: int, dw: PendingGradient | None) -> WeightAccumulator | None:
         if dw is None or self.plan.weight_gradient != "single_product":
             return super().accumulator(place, dw)
-        width, headroom = padded(self.V, ALIGNMENT), FP16_EXPONENT - ROOM
-        return self.form_at_once(dw, known=self.share, headroom=headroom, width=width, heads=2)
+        return self.form_at_once(dw, known=self.share, width=padded(self.V, ALIGNMENT), heads=2)
 
     def chunk_buffer(self, gradient: bool) -> BothLogits:
         if self.single_product is not None:

@@ -224,15 +224,14 @@ class Engine:
     # Engines call these.
 
     def form_at_once(
-        self, dw: pending_gradient.PendingGradient, *, known: float, headroom: int, width: int, heads: int = 1
+        self, dw: pending_gradient.PendingGradient, *, known: float, width: int, heads: int = 1
     ) -> SingleProduct:
         """Return the accumulator of dW as a single GEMM, which has memory for a chunk's logits.
 
-        `known` is what the host knows of 1 / factor, and `headroom` that of a float16 gradient
-        (host_share). Rows of logits begin `width` numbers apart.
+        `known` is what the host knows of 1 / factor. Rows of logits begin `width` numbers apart.
         """
         assert dw.applied is not None
-        share = pending_gradient.host_share(known, dw.tensor.dtype, headroom)
+        share = pending_gradient.host_share(known, dw.tensor.dtype)
         memory = as_sums(dw.tensor, self.plan.sum_dtype).view(-1)
         sizes = {"tokens": self.M, "rows": self.plan.rows, "width": width, "heads": heads}
         self.single_product = SingleProduct(dw.tensor, dw.applied, memory, share=share, **sizes)

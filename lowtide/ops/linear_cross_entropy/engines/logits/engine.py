@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.pending_gradient import FP16_EXPONENT, PendingGradient
+from lowtide.core.pending_gradient import PendingGradient
 from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import RowCoefs, SoftmaxStats, TileColumns
 from lowtide.ops.linear_cross_entropy.engines.logits.spec import rows_in_gradient
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
@@ -25,7 +25,7 @@ class LogitsEngine(LossEngine):
         if place or dw is None or not self._forms_at_once:
             return super().accumulator(place, dw)
         known = max(self.M, 1) if self.plan.options.reduction == "mean" else 1
-        return self.form_at_once(dw, known=known, headroom=FP16_EXPONENT, width=self._width)
+        return self.form_at_once(dw, known=known, width=self._width)
 
     def chunk_rows(self, gradient: bool) -> int:
         """Return half of the tokens at most where logits would lie in the memory of no gradient.
