@@ -206,23 +206,27 @@ def fp16_headroom_of_weight(input: Tensor, ignored: Tensor | None = None) -> int
     return frexp(largest)[1].clamp(max=FP16_EXPONENT)
 
 
-def fp16_exponent_of_rows(rows: int, room: int = 0) -> int:
-    """Return the power of two for coefficients if a single GEMM over all rows forms a float16 dW.
+def fp16_exponents_of_rows(rows: int, room: int = 0) -> tuple[int, int]:
+    """Return two powers of two if a single GEMM over all rows forms a float16 dW.
+
+    The first is that of the largest coefficients, the second a bound on the numbers of the input.
 
     cuBLAS may add up parts of its sums in float16. So the sum itself is kept below 2^14, without
-    the factor that the GEMM applies: rows of the input are scaled to numbers below 1, and as many
-    coefficients as there are rows add up to 2^14 at most. Those of which each has `room` for
-    numbers that are so many powers of two larger are not expected to be large in all rows.
+    the factor that the GEMM applies. Each operand is brought down by half of the rows' power of
+    two, so that neither loses its small numbers: those of rare classes, and those beside one large
+    feature. Coefficients with `room` for numbers that are so many powers of two larger are not
+    expected to be large in all rows.
     """
-    return FP16_EXPONENT - max(0, max(rows - 1, 0).bit_length() - room)
+    down = max(0, max(rows - 1, 0).bit_length() - room)
+    return FP16_EXPONENT - (down + 1) // 2, -(down // 2)
 
 
-def fp16_headroom_of_operand(input: Tensor, ignored: Tensor | None = None) -> int | Tensor:
+def fp16_headroom_of_operand(input: Tensor, below: int = 0, ignored: Tensor | None = None) -> int | Tensor:
     """Return the exponent that `split_factor` takes for the dW of a single GEMM.
 
-    Multiplied by what is applied then, the rows of the input are below 1.
+    Multiplied by what is applied then, the rows of the input are below 2^below.
     """
-    return frexp(_largest(input, ignored))[1] if input.numel() else 0
+    return frexp(_largest(input, ignored))[1] - below if input.numel() else 0
 
 
 def _largest(tensor: Tensor, ignored: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from lowtide.core.pending_gradient import (
     PendingGradient,
     Scaling,
     finish_gradients,
+    fp16_exponents_of_rows,
     fp16_headroom_of_operand,
     host_share,
     outputs_of,
@@ -69,15 +70,24 @@ def test_sum_of_a_float16_gradient_is_kept_near_1(device, largest, factor):
 
 @pytest.mark.parametrize("largest", [2.0**-10, 1.0, 3e4, float("nan"), float("inf")])
 @pytest.mark.parametrize("known", [1.0, 3.0, 1024.0, 77.7])
-def test_host_share_keeps_operands_in_float16(device, known, largest):
-    """With the power of two of 1 / applied that only the device knows, X is just below 1."""
+@pytest.mark.parametrize("below", [0, -5])
+def test_host_share_keeps_operands_in_float16(device, known, largest, below):
+    """With the power of two of 1 / applied that only the device knows, X is just below 2^below."""
     x = torch.tensor([[2.0**-10, largest], [2.0**-12, 0.0]], device=device).half()
-    headroom = fp16_headroom_of_operand(x)
+    headroom = fp16_headroom_of_operand(x, below)
     applied, _ = split_factor(torch.tensor(1 / known, device=device), torch.float16, headroom)
     of_x = float(applied * host_share(known, torch.float16))
-    assert 0.125 <= of_x * (largest if math.isfinite(largest) else 65504) <= 1
+    assert 0.125 <= of_x * (largest if math.isfinite(largest) else 65504) / 2**below <= 1
     assert of_x == pytest.approx(2.0 ** round(torch.tensor(of_x).log2().item()), rel=1e-6)
     assert host_share(known, torch.bfloat16) == known
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 64, 1025, 2048])
+@pytest.mark.parametrize("room", [0, 6])
+def test_sum_over_all_rows_is_in_float16s_range(rows, room):
+    of_coefs, of_input = fp16_exponents_of_rows(rows, room)
+    assert rows * 2.0 ** (of_coefs - room) * 2.0**of_input <= 2**14
+    assert 0 <= (14 - of_coefs) + of_input <= 1  # each half of what both are brought down by
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -25,7 +25,7 @@ from lowtide.core.matmul import Operand, product
 from lowtide.core.pending_gradient import (
     FP16_EXPONENT,
     PendingGradient,
-    fp16_exponent_of_rows,
+    fp16_exponents_of_rows,
     fp16_headroom_of_input,
     fp16_headroom_of_operand,
     fp16_headroom_of_weight,
@@ -144,9 +144,9 @@ class DistillationEngine(Engine):
         """Allocate the wanted gradients, with the factors to be applied to them."""
         x, w, b = self.heads.student
         dtypes = {self.options.student_dtype, *(each.dtype for each in (x, w, b) if each is not None)}
-        single, exponent = self.plan.weight_gradient == "single_product", FP16_EXPONENT
+        single, exponent, below = self.plan.weight_gradient == "single_product", FP16_EXPONENT, 0
         if single and w.dtype == torch.float16:
-            exponent = fp16_exponent_of_rows(self.M, ROOM)
+            exponent, below = fp16_exponents_of_rows(self.M, ROOM)
         if self.M > 0:
             largest = functools.partial(torch.linalg.vector_norm, self.coef_N * 2**ROOM, torch.inf)
             scale = fp16_scale(largest, dtypes, exponent)
@@ -166,8 +166,11 @@ class DistillationEngine(Engine):
             one_chunk = 0 < self.M <= self.plan.rows
             of_input = None if one_chunk else fp16_headroom_of_input(w) - ROOM - FP16_EXPONENT + exponent
         if w.dtype == torch.float16:
-            given = x, self.heads.ignored
-            of_weight = fp16_headroom_of_operand(*given) if single else fp16_headroom_of_weight(*given) - ROOM
+            ignored = self.heads.ignored
+            if single:
+                of_weight = fp16_headroom_of_operand(x, below, ignored)
+            else:
+                of_weight = fp16_headroom_of_weight(x, ignored) - ROOM
         grad_x, grad_w, grad_b = self.plan.needs_grad
         summed = self.plan.weight_gradient == "accumulate"
         return Gradients(

@@ -16,7 +16,7 @@ from lowtide.core.elementwise import rounded_in_place
 from lowtide.core.pending_gradient import (
     FP16_EXPONENT,
     PendingGradient,
-    fp16_exponent_of_rows,
+    fp16_exponents_of_rows,
     fp16_headroom_of_input,
     fp16_headroom_of_operand,
     fp16_headroom_of_weight,
@@ -88,7 +88,7 @@ def allocate(
         headroom: int | Tensor | None = FP16_EXPONENT
         if input.dtype == torch.float16 and not summed and not final:
             one_chunk = plan.rows >= head.tokens and not empty
-            lower = FP16_EXPONENT - fp16_exponent(plan, head)
+            lower = FP16_EXPONENT - fp16_exponents(plan, head)[0]
             headroom = None if one_chunk else fp16_headroom_of_input(weight) - lower
         shape = (head.tokens, input.shape[-1])
         return of(input, shape, summed=summed, zero=some_rows, by_row=by_row, headroom=headroom)
@@ -96,8 +96,10 @@ def allocate(
     def of_weight(k: int, input: Tensor, weight: Tensor) -> PendingGradient:
         summed, headroom = accumulate or k > 0, FP16_EXPONENT
         if weight.dtype == torch.float16 and not summed:
-            of_rows = fp16_headroom_of_operand if single_product else fp16_headroom_of_weight
-            headroom = of_rows(input)
+            if single_product:
+                headroom = fp16_headroom_of_operand(input, fp16_exponents(plan, head)[1])
+            else:
+                headroom = fp16_headroom_of_weight(input)
         given: dict[str, Any] = {"by_row": by_row and not class_blocks, "headroom": headroom}
         if single_product:  # its operands may be float16, which not every factor may multiply
             given["final"] = False
@@ -168,11 +170,11 @@ def keeps_input_sum(input: Tensor, options: Options) -> bool:
     return options.sharded and input.dtype == torch.float16
 
 
-def fp16_exponent(plan: "Plan", head: Head) -> int:
-    """Return the power of two near which float16 coefficients of a call's gradients are largest."""
+def fp16_exponents(plan: "Plan", head: Head) -> tuple[int, int]:
+    """Return the powers of two of float16 coefficients, and below which a single GEMM has X."""
     if plan.weight_gradient == "single_product" and head.weights[0].dtype == torch.float16:
-        return fp16_exponent_of_rows(head.tokens)
-    return FP16_EXPONENT
+        return fp16_exponents_of_rows(head.tokens)
+    return FP16_EXPONENT, 0
 
 
 def as_sums(gradient_VD: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,7 @@ from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, Coun
 from lowtide.ops.linear_cross_entropy.engines.gradients import (
     Gradients,
     allocate,
-    fp16_exponent,
+    fp16_exponents,
     no_gradients,
 )
 from lowtide.ops.linear_cross_entropy.engines.row_loss import RowLoss, as_vector
@@ -81,7 +81,7 @@ class LossEngine(Engine):
     ) -> Gradients:
         tensors = (*self.head.inputs, *self.head.weights)
         dtypes = {self.plan.compute_dtype, *(tensor.dtype for tensor in tensors)}
-        scale = pending_gradient.fp16_scale(coefs.largest, dtypes, fp16_exponent(self.plan, self.head))
+        scale = pending_gradient.fp16_scale(coefs.largest, dtypes, fp16_exponents(self.plan, self.head)[0])
         if scale is not None:
             coefs, factor = coefs * scale, factor / scale
         if self.plan.needs_grad.scale:

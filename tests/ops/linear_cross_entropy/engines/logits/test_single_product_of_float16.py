@@ -161,6 +161,25 @@ def test_rows_that_all_add_to_one_class(device, N, reduction):
         assert relative(got[-1], wanted[-1]) < 4 * MOST_ERROR[device]  # a class of a small probability
 
 
+@pytest.mark.parametrize("N", [16, 250])
+@pytest.mark.parametrize("largest", [1, 300])
+def test_small_numbers_of_each_operand(device, N, largest):
+    """A class of the probability 1e-7, or features 300 times smaller than the largest one."""
+    D, V = 32, 144
+    x, w = torch.randn(N, D), torch.randn(V, D) * 0.1
+    x[:, 0], w[:, 0] = largest, 0
+    w[-1, 0] = -11 * (largest == 1)
+    x, w = (each.to(device, FP16).requires_grad_() for each in (x, w))
+    target = torch.randint(V - 1, (N,), device=device)
+    loss = lowtide.linear_cross_entropy(x, w, target, workspace=ROOM, backend="triton")
+    scale = 2.0**16 / largest
+    (found,) = torch.autograd.grad(loss * scale, (w,))
+    xd, wd = (each.detach().double().requires_grad_() for each in (x, w))
+    (wanted,) = torch.autograd.grad(torch.nn.functional.cross_entropy(xd @ wd.t(), target) * scale, (wd,))
+    for part in ((slice(-1), slice(1, None)), (slice(-1, None), slice(None))):
+        assert relative(found[part], wanted[part]) < 0.01
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 def test_log_probs(device, entropy):
     N, D, V = 24, 32, 144
