@@ -219,4 +219,5 @@ def test_memory_kept(N, D, V, reduction):
     gradients = sum(leaf.nbytes for leaf in inputs.leaves().values())
     with peak_memory("cuda") as peak:
         fused(inputs, "forward", reduction=reduction).sum().backward()
-    assert peak.bytes <= granted + gradients + 4 * N
+    # The allocator leaves up to 1 MiB at the end of a segment to the tensor before it.
+    assert peak.bytes <= granted + gradients + 4 * N + (1 << 20)

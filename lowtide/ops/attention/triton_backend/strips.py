@@ -40,9 +40,9 @@ SHARE = 3 / 10
 # With few queries, all scores take less memory than queries, keys and values. A strip may then hold
 # this share of these, since strips of few heads leave a part of the card idle (decision 0093).
 SHARE_OF_OPERANDS = 1 / 16
-# In up to SMALL bytes a strip may hold these shares, since strips of few heads leave a part of the
-# card idle, and there are many launches beside little work (decision 0099).
-SMALL, SMALL_SHARE, SMALL_SHARE_OF_OPERANDS = 64 << 20, 3 / 4, 1 / 4
+# In up to SMALL bytes a strip may hold these shares, and FEW bytes anyway. Strips of few heads
+# leave a part of the card idle, with many launches beside little work (decision 0099).
+FEW, SMALL, SMALL_SHARE, SMALL_SHARE_OF_OPERANDS = 16 << 20, 64 << 20, 3 / 4, 1 / 4
 # Strips are cut at multiples of this many keys. The keys of any tile divide it, so no tile lies in
 # two strips.
 KEYS = 128
@@ -133,7 +133,7 @@ def strips(
     itemsize = 4 if pieces else 2
     small = min(SMALL // itemsize, SMALL_SHARE * scores + SMALL_SHARE_OF_OPERANDS * of_operands)
     numbers = max(SHARE * scores, SHARE_OF_OPERANDS * of_operands, small)
-    room = min(ROOM, int(numbers * itemsize))
+    room = min(ROOM, max(FEW, int(numbers * itemsize)))
     columns = cdiv(N, KEYS)
     # Bytes that KEYS keys of one batch and key head store.
     column = max(1, score_bytes) * size.R * up(M, QUERIES) * KEYS

@@ -24,7 +24,8 @@ class LogitsEngine(LossEngine):
     def accumulator(self, place: int, dw: PendingGradient | None) -> WeightAccumulator | None:
         if place or dw is None or not self._forms_at_once:
             return super().accumulator(place, dw)
-        known = max(self.M, 1) if self.plan.options.reduction == "mean" else 1
+        is_count = self.plan.options.reduction == "mean" and self.rows.normalizer is None
+        known = max(self.M, 1) if is_count else 1
         return self.form_at_once(dw, known=known, width=self._width)
 
     def chunk_rows(self, gradient: bool) -> int:

@@ -242,8 +242,8 @@ def test_strips_cover_scores_in_bounded_memory(pieces, shared_heads, shared_batc
 
 
 @pytest.mark.parametrize("pieces", [0, 2, 3])
-def test_strip_tenth_of_dense(pieces, any_share, monkeypatch):
-    """Dense holds three matrices of scores. A strip of the fewest keys may be larger."""
+def test_strip_share_of_dense(pieces, any_share, monkeypatch):
+    """Dense holds three matrices of scores. A strip has a tenth of them, or more of a small one."""
     monkeypatch.setattr(grad_scores, "SHARE", any_share)
     itemsize = 4 if pieces else 2
     shapes = ((1, 2, 2, 4096, 64), (2, 8, 2, 1000, 64), (1, 16, 16, 4096, 64), (1, 1, 1, 300, 64))
@@ -252,11 +252,31 @@ def test_strip_tenth_of_dense(pieces, any_share, monkeypatch):
         fewest = bytes_of(Strip(0, 1, 0, 1, 0, min(M, 128)), size, itemsize, pieces)
         for shared in (False, True):  # a bias, by batches and heads
             for strip in grad_scores.strips(size, itemsize, pieces, shared and pieces > 0, shared):
-                held = bytes_of(strip, size, itemsize, pieces)
-                assert held <= max(fewest, 3 * itemsize * B * H * M * M / 10)
+                held, scores = bytes_of(strip, size, itemsize, pieces), itemsize * B * H * M * M
+                small = 0.75 * scores + 0.25 * itemsize * B * (H + G) * M * 2 * K
+                assert held <= max(fewest, 0.3 * scores, 16 << 20, min(64 << 20, small))
 
 
 MIB = 1 << 20
+OF_FEW_PROBLEMS = {
+    # B, H, G, M, N, K; pieces; if heads share the bias: strips, which were 16, 24, 16 and 8
+    "bias [1, 1, M, N], float32": ((6, 32, 16, 300, 300, 128), 3, True, 4),
+    "bias [B, 1, M, N], float32": ((3, 8, 4, 197, 197, 192), 3, True, 3),
+    "bias [1, H, M, N], float32": ((7, 4, 4, 512, 49, 48), 3, False, 1),
+    "bfloat16, K 512": ((2, 1, 1, 4096, 4096, 512), 0, False, 4),
+}
+
+
+@pytest.mark.parametrize("name", OF_FEW_PROBLEMS)
+def test_few_strips_of_few_problems(name, any_share, monkeypatch):
+    monkeypatch.setattr(grad_scores, "SHARE", any_share)
+    (B, H, G, M, N, K), pieces, shared_heads, times = OF_FEW_PROBLEMS[name]
+    size = AttentionSizes(B, H, G, M, N, K, K)
+    score_bytes = 4 if pieces or K == 512 else 2
+    found = grad_scores.strips(size, score_bytes, pieces, name.startswith("bias [1"), shared_heads)
+    assert len(found) == times
+
+
 OF_A_CARD = {
     # B, H, G, M, K; bytes of what is kept of a score; pieces: key heads, keys and strips, MiB of a
     # strip's scores and of its pieces

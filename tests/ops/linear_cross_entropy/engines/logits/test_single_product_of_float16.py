@@ -161,6 +161,18 @@ def test_rows_that_all_add_to_one_class(device, N, reduction):
         assert relative(got[-1], wanted[-1]) < 4 * MOST_ERROR[device]  # a class of a small probability
 
 
+def test_normalizer_rounds_nothing(device):
+    """The device alone knows it. Divided by 2^20 and multiplied again, dW has a sum's bits."""
+    x, w = torch.randn(21, 32).to(device, FP16), torch.randn(144, 32).to(device, FP16).requires_grad_()
+    target = torch.randint(144, (21,), device=device)
+
+    def found(scale, **options):
+        loss = lowtide.linear_cross_entropy(x, w, target, workspace=ROOM, backend="triton", **options)
+        return torch.autograd.grad(loss * scale, (w,))[0]
+
+    assert torch.equal(found(2.0**20, normalizer=2.0**20), found(1.0, reduction="sum"))
+
+
 @pytest.mark.parametrize("N", [16, 250])
 @pytest.mark.parametrize("largest", [1, 300])
 def test_small_numbers_of_each_operand(device, N, largest):
