@@ -40,9 +40,10 @@ SHARE = 3 / 10
 # With few queries, all scores take less memory than queries, keys and values. A strip may then hold
 # this share of these, since strips of few heads leave a part of the card idle (decision 0093).
 SHARE_OF_OPERANDS = 1 / 16
-# In up to SMALL bytes a strip may hold these shares, and FEW bytes anyway. Strips of few heads
-# leave a part of the card idle, with many launches beside little work (decision 0099).
-FEW, SMALL, SMALL_SHARE, SMALL_SHARE_OF_OPERANDS = 16 << 20, 64 << 20, 3 / 4, 1 / 4
+# If one matrix of all scores takes at most SMALL bytes, a strip may hold these shares in up to HELD
+# bytes; any may hold FEW. Strips of few heads leave a part of the card idle, with many launches
+# beside little work (decision 0099).
+SMALL, SMALL_SHARE, SMALL_SHARE_OF_OPERANDS, HELD, FEW = 96 << 20, 3 / 4, 1 / 4, 64 << 20, 16 << 20
 # Strips are cut at multiples of this many keys. The keys of any tile divide it, so no tile lies in
 # two strips.
 KEYS = 128
@@ -131,9 +132,11 @@ def strips(
     B, H, G, M, N, K, E = size
     scores, of_operands = B * H * M * N, B * (H * M + G * N) * (K + E)
     itemsize = 4 if pieces else 2
-    small = min(SMALL // itemsize, SMALL_SHARE * scores + SMALL_SHARE_OF_OPERANDS * of_operands)
-    numbers = max(SHARE * scores, SHARE_OF_OPERANDS * of_operands, small)
-    room = min(ROOM, max(FEW, int(numbers * itemsize)))
+    room = itemsize * max(SHARE * scores, SHARE_OF_OPERANDS * of_operands)
+    if itemsize * scores <= SMALL:
+        small = itemsize * (SMALL_SHARE * scores + SMALL_SHARE_OF_OPERANDS * of_operands)
+        room = max(room, min(HELD, small))
+    room = int(min(ROOM, max(FEW, room)))
     columns = cdiv(N, KEYS)
     # Bytes that KEYS keys of one batch and key head store.
     column = max(1, score_bytes) * size.R * up(M, QUERIES) * KEYS
