@@ -165,18 +165,16 @@ def split_factor(
     return mantissa * divisor, _power_of_two(exponent + headroom, factor.dtype)
 
 
+def power_and_rest(factor: Tensor, headroom: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Return 2^-headroom, which multiplies a float16 operand and rounds nothing, and the rest."""
+    if isinstance(headroom, int):
+        return torch.full_like(factor, 2.0**-headroom), factor * 2.0**headroom
+    return _power_of_two(-headroom, factor.dtype), factor * _power_of_two(headroom, factor.dtype)
+
+
 def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 2^exponent by one kernel, where ldexp takes three."""
     return torch.pow(2.0, exponent).to(dtype)
-
-
-def host_share(known: float, dtype: torch.dtype) -> float:
-    """Return the part of 1 / applied that the host knows, if it knows `known` of 1 / factor.
-
-    Of a float16 factor `split_factor` applies the mantissa, divided by a power of two that the
-    device alone knows.
-    """
-    return math.frexp(known)[0] if dtype == torch.float16 else known
 
 
 def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:

@@ -161,9 +161,10 @@ def defer_logits(
     rows at a time.
 
     These are computed in chunks as well: `logsumexp`, `gather`, `log_softmax` + `gather`, `argmax`,
-    `max`, `topk`, and `sum` and `mean` over the classes (and rows, but not rows alone). `logsumexp`
-    and `log_softmax` + `gather` use the operator of :func:`lowtide.linear_log_probs` where it
-    supports the head. Any other operation materialises the logits once, exactly as the model would
+    `max`, `topk`, and `sum` and `mean` over the classes (and rows, but not rows alone). `logsumexp`,
+    `softmax` or `log_softmax` + `gather`, and entropies (the sum of p log p, or of p z, over the
+    classes) use the operator of :func:`lowtide.linear_log_probs` where it supports the head. It
+    takes one pass for log-probabilities and what is asked for after them. Any other operation materialises the logits once, exactly as the model would
     have computed them (in the chunks' order of additions if values have been picked from chunks
     before), and gives one :class:`RealLogitsWarning` that names the operation.
 

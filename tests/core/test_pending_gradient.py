@@ -11,10 +11,9 @@ from lowtide.core.pending_gradient import (
     finish_gradients,
     fp16_exponents_of_rows,
     fp16_headroom_of_operand,
-    host_share,
     outputs_of,
+    power_and_rest,
     scale_into,
-    split_factor,
 )
 from tests.support.loss import interpreted
 
@@ -69,17 +68,17 @@ def test_sum_of_a_float16_gradient_is_kept_near_1(device, largest, factor):
 
 
 @pytest.mark.parametrize("largest", [2.0**-10, 1.0, 3e4, float("nan"), float("inf")])
-@pytest.mark.parametrize("known", [1.0, 3.0, 1024.0, 77.7])
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 2.0**-20, 77.7])
 @pytest.mark.parametrize("below", [0, -5])
-def test_host_share_keeps_operands_in_float16(device, known, largest, below):
-    """With the power of two of 1 / applied that only the device knows, X is just below 2^below."""
+def test_power_for_an_operand_of_float16(device, factor, largest, below):
+    """X is just below 2^below by it, and the rest is exact."""
     x = torch.tensor([[2.0**-10, largest], [2.0**-12, 0.0]], device=device).half()
-    headroom = fp16_headroom_of_operand(x, below)
-    applied, _ = split_factor(torch.tensor(1 / known, device=device), torch.float16, headroom)
-    of_x = float(applied * host_share(known, torch.float16))
-    assert 0.125 <= of_x * (largest if math.isfinite(largest) else 65504) / 2**below <= 1
-    assert of_x == pytest.approx(2.0 ** round(torch.tensor(of_x).log2().item()), rel=1e-6)
-    assert host_share(known, torch.bfloat16) == known
+    factor = torch.tensor(factor, device=device)
+    power, rest = power_and_rest(factor, fp16_headroom_of_operand(x, below))
+    assert 0.5 <= float(power) * (largest if math.isfinite(largest) else 65504) / 2**below <= 1
+    assert torch.frexp(power)[0] == 0.5
+    assert torch.equal(power * rest, factor)
+    assert torch.equal(torch.stack(power_and_rest(factor, 3)), torch.stack([factor * 0 + 0.125, factor * 8]))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 64, 1025, 2048])

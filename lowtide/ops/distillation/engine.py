@@ -154,9 +154,7 @@ class DistillationEngine(Engine):
                 self.coef_N, self.factor = self.coef_N * scale, self.factor / scale
 
         def of(like: Tensor, *shape: int, summed: bool, **given: Any) -> PendingGradient:
-            # The operands of a single product may be float16, which not every factor may multiply.
-            final = self.final and not (like is w and single)
-            options = {"sum_dtype": self.plan.sum_dtype, "final": final, "zero": self.M == 0}
+            options = {"sum_dtype": self.plan.sum_dtype, "final": self.final, "zero": self.M == 0}
             return allocate_one(like, shape, self.factor, summed=summed, **options | given)
 
         # G leaves 2^ROOM, and no rank knows the largest number of a divided weight.
@@ -175,7 +173,7 @@ class DistillationEngine(Engine):
         summed = self.plan.weight_gradient == "accumulate"
         return Gradients(
             (of(x, self.heads.rows, x.shape[-1], summed=False, headroom=of_input) if grad_x else None,),
-            (of(w, *w.shape, summed=summed, headroom=of_weight) if grad_w else None,),
+            (of(w, *w.shape, summed=summed, headroom=of_weight, in_operand=single) if grad_w else None,),
             of(b, *b.shape, summed=True, zero=True) if grad_b and b is not None else None,
         )
 

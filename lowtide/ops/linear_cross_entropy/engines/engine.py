@@ -224,14 +224,15 @@ class Engine:
     # Engines call these.
 
     def form_at_once(
-        self, dw: pending_gradient.PendingGradient, *, known: float, width: int, heads: int = 1
+        self, dw: pending_gradient.PendingGradient, *, width: int, known: float = 1.0, heads: int = 1
     ) -> SingleProduct:
         """Return the accumulator of dW as a single GEMM, which has memory for a chunk's logits.
 
-        `known` is what the host knows of 1 / factor. Rows of logits begin `width` numbers apart.
+        `known` is what the host knows of 1 / factor; of a float16 one a power of two is applied,
+        which it need not know. Rows of logits begin `width` numbers apart.
         """
         assert dw.applied is not None
-        share = pending_gradient.host_share(known, dw.tensor.dtype)
+        share = 1.0 if dw.tensor.dtype == torch.float16 else known
         memory = as_sums(dw.tensor, self.plan.sum_dtype).view(-1)
         sizes = {"tokens": self.M, "rows": self.plan.rows, "width": width, "heads": heads}
         self.single_product = SingleProduct(dw.tensor, dw.applied, memory, share=share, **sizes)

@@ -21,6 +21,7 @@ from lowtide.core.pending_gradient import (
     fp16_headroom_of_operand,
     fp16_headroom_of_weight,
     outputs_of,
+    power_and_rest,
     scale_into,
     split_factor,
 )
@@ -78,7 +79,7 @@ def allocate(
     def of(
         like: Tensor, shape: Sequence[int], factor: Tensor = factor, zero: bool = False, **options: Any
     ) -> PendingGradient:
-        options = {"sum_dtype": plan.sum_dtype, "final": final} | options | {"zero": zero or empty}
+        options |= {"sum_dtype": plan.sum_dtype, "final": final, "zero": zero or empty}
         return allocate_one(like, shape, factor, **options)
 
     def of_input(input: Tensor, weight: Tensor) -> PendingGradient:
@@ -100,10 +101,8 @@ def allocate(
                 headroom = fp16_headroom_of_operand(input, fp16_exponents(plan, head)[1])
             else:
                 headroom = fp16_headroom_of_weight(input)
-        given: dict[str, Any] = {"by_row": by_row and not class_blocks, "headroom": headroom}
-        if single_product:  # its operands may be float16, which not every factor may multiply
-            given["final"] = False
-        return of(weight, weight.shape, summed=summed, **given)
+        given: dict[str, Any] = {"headroom": headroom, "in_operand": single_product}
+        return of(weight, weight.shape, summed=summed, by_row=by_row and not class_blocks, **given)
 
     accumulate, class_blocks, single_product = (
         plan.weight_gradient == kind for kind in ("accumulate", "class_blocks", "single_product")
@@ -132,13 +131,15 @@ def allocate_one(
     zero: bool = False,
     by_row: bool = False,
     headroom: int | Tensor | None = FP16_EXPONENT,
+    in_operand: bool = False,
 ) -> PendingGradient:
     """Allocate the gradient of `like`, and split its factor into what is applied and what remains.
 
     `summed`: the gradient is kept in the sum's dtype until backward. `final`: no upstream gradient
     will be applied later. `by_row`: the engine multiplies each row by a factor of its own, and
     applies the shared factor with it. `headroom` is None for the float16 gradient of an input in
-    one chunk: its factor is split by the chunk's float32 rows.
+    one chunk: its factor is split by the chunk's float32 rows. `in_operand`: what is applied
+    multiplies an operand of a single GEMM, so of a float16 factor it is a power of two.
     """
     kept = sum_dtype if summed else like.dtype
     make = torch.zeros if zero else torch.empty
@@ -147,6 +148,8 @@ def allocate_one(
         return PendingGradient(tensor, None, factor)
     if headroom is None:
         return PendingGradient(tensor, unsplit=factor)
+    if in_operand and like.dtype == torch.float16:
+        return PendingGradient(tensor, *power_and_rest(factor, headroom))
     applied, remaining = (factor, None) if final else split_factor(factor, like.dtype, headroom)
     return PendingGradient(tensor, applied, remaining)
 

@@ -24,9 +24,7 @@ class LogitsEngine(LossEngine):
     def accumulator(self, place: int, dw: PendingGradient | None) -> WeightAccumulator | None:
         if place or dw is None or not self._forms_at_once:
             return super().accumulator(place, dw)
-        is_count = self.plan.options.reduction == "mean" and self.rows.normalizer is None
-        known = max(self.M, 1) if is_count else 1
-        return self.form_at_once(dw, known=known, width=self._width)
+        return self.form_at_once(dw, width=self._width)
 
     def chunk_rows(self, gradient: bool) -> int:
         """Return half of the tokens at most where logits would lie in the memory of no gradient.

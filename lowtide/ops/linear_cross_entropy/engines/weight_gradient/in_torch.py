@@ -160,8 +160,8 @@ class SingleProduct:
 
     The gradient includes the factor `applied`. This number is on the device, but a GEMM takes its
     scale from the host. `share` is the part of 1 / applied that the host knows. So the GEMM is
-    scaled by 1 / share, and the rows of x are multiplied by applied * share. In most calls
-    applied * share is 1, or a power of two in float16, and rounds nothing.
+    scaled by 1 / share, and the rows of x are multiplied by applied * share. In float16 this is a
+    power of two, and in most other calls 1, which rounds nothing.
     """
 
     factor, ends_early = None, False

@@ -162,7 +162,10 @@ def test_rows_that_all_add_to_one_class(device, N, reduction):
 
 
 def test_normalizer_rounds_nothing(device):
-    """The device alone knows it. Divided by 2^20 and multiplied again, dW has a sum's bits."""
+    """The device alone knows it. Divided by 2^20 and multiplied again, dW has a sum's bits.
+
+    The number of rows gives those of a mean.
+    """
     x, w = torch.randn(21, 32).to(device, FP16), torch.randn(144, 32).to(device, FP16).requires_grad_()
     target = torch.randint(144, (21,), device=device)
 
@@ -171,6 +174,7 @@ def test_normalizer_rounds_nothing(device):
         return torch.autograd.grad(loss * scale, (w,))[0]
 
     assert torch.equal(found(2.0**20, normalizer=2.0**20), found(1.0, reduction="sum"))
+    assert torch.equal(found(3.0, normalizer=21), found(3.0))
 
 
 @pytest.mark.parametrize("N", [16, 250])
