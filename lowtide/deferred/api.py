@@ -161,12 +161,14 @@ def defer_logits(
     rows at a time.
 
     These are computed in chunks as well: `logsumexp`, `gather`, `log_softmax` + `gather`, `argmax`,
-    `max`, `topk`, and `sum` and `mean` over the classes (and rows, but not rows alone). `logsumexp`,
+    `max`, `topk`, and `sum` and `mean` over the classes (and rows, but not rows alone). Where it
+    supports the head, the operator of :func:`lowtide.linear_log_probs` computes `logsumexp`,
     `softmax` or `log_softmax` + `gather`, and entropies (the sum of p log p, or of p z, over the
-    classes) use the operator of :func:`lowtide.linear_log_probs` where it supports the head. It
-    takes one pass for log-probabilities and what is asked for after them. Any other operation materialises the logits once, exactly as the model would
-    have computed them (in the chunks' order of additions if values have been picked from chunks
-    before), and gives one :class:`RealLogitsWarning` that names the operation.
+    classes). It takes one pass for log-probabilities and what is asked for after them.
+
+    Any other operation materialises the logits once, exactly as the model would have computed them
+    (in the chunks' order of additions if values have been picked from chunks before), and gives one
+    :class:`RealLogitsWarning` that names the operation.
 
     Operands keep the values that they had when they were recorded. A number, or a vector [V], is
     copied. Hidden states and weight are shared; it is an error to use the logits after one of these
