@@ -3,17 +3,19 @@
 Shapes: M queries and N keys of all sequences; B_i sequences of M_i queries in tensor i.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lowtide.core.errors import ArgumentError
+from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.attention.definition.masks import AttentionBias, Band, may_keep
 
 Mask = TypeVar("Mask", bound="BlockDiagonalMask")
+
+ADVICE = "; of a tensor of lengths pass .tolist(), of cu_seqlens cu_seqlens.diff().tolist()"
 
 
 class BlockDiagonalMask(AttentionBias):
@@ -36,7 +38,8 @@ class BlockDiagonalMask(AttentionBias):
     ) -> None:
         for name, lengths in (("q_seqlen", q_seqlens), ("kv_seqlen", kv_seqlens)):
             if any(not isinstance(length, int) or length < 0 for length in lengths):
-                raise ArgumentError(f"{name} must be a list of ints of at least 0, got {list(lengths)}")
+                got = list(lengths)
+                raise ArgumentError(f"{name} must be a list of ints of at least 0, got {got}{ADVICE}")
         if len(q_seqlens) != len(kv_seqlens):
             raise ArgumentError(
                 f"q_seqlen and kv_seqlen must be as long, got {len(q_seqlens)} and {len(kv_seqlens)}"
@@ -63,7 +66,12 @@ class BlockDiagonalMask(AttentionBias):
         If a device is given, the starts of the sequences are copied there now. Raises a ValueError
         if a length is not an int of at least 0, or if the two lists differ in length.
         """
-        mask = cls(tuple(q_seqlen), tuple(q_seqlen if kv_seqlen is None else kv_seqlen))
+        both = q_seqlen, q_seqlen if kv_seqlen is None else kv_seqlen
+        for name, each in zip(("q_seqlen", "kv_seqlen"), both):
+            if not isinstance(each, Iterable):
+                kind = type(each).__name__
+                raise ArgumentTypeError(f"{name} must be a list of ints of at least 0, got {kind}{ADVICE}")
+        mask = cls(*map(tuple, both))
         if device is not None:
             mask.blocks(torch.device(device))
         return mask

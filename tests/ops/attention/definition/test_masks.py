@@ -287,6 +287,12 @@ def test_lengths_mismatched(make):
         make()
 
 
+@pytest.mark.parametrize("lengths", [torch.tensor([2, 1]), [2.0, 1.0], 3])
+def test_lengths_of_another_type(lengths):
+    with pytest.raises((ValueError, TypeError), match=r"list of ints .*tolist\(\), of cu_seqlens"):
+        masks.BlockDiagonalMask.from_seqlens(lengths)
+
+
 def test_names():
     assert set(masks.__all__) == {
         "AttentionBias",
