@@ -164,7 +164,8 @@ def defer_logits(
     `max`, `topk`, and `sum` and `mean` over the classes (and rows, but not rows alone). Where it
     supports the head, the operator of :func:`lowtide.linear_log_probs` computes `logsumexp`,
     `softmax` or `log_softmax` + `gather`, and entropies (the sum of p log p, or of p z, over the
-    classes). It takes one pass for log-probabilities and what is asked for after them.
+    classes). It takes one pass for log-probabilities and what is asked for after them. The sum of
+    log p is a loss by the operator of the loss.
 
     Any other operation materialises the logits once, exactly as the model would have computed them
     (in the chunks' order of additions if values have been picked from chunks before), and gives one

@@ -5,10 +5,12 @@ Shapes: B sequences, T tokens, V classes.
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import lowtide
 from lowtide.deferred.operations import log_probs
-from tests.deferred.helpers import B, T, V, make, plain_and_deferred, roundings
+from lowtide.deferred.recorded import chunks
+from tests.deferred.helpers import B, T, V, check, make, plain_and_deferred, roundings
 from tests.ops.chunked_loss.helpers import close
 
 INDEX = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
@@ -42,6 +44,10 @@ ONE_PASS = {
     "with log-probabilities": with_log_probabilities,
     "selective": lambda z: picked(z.log_softmax(-1)) * z.logsumexp(-1),
 }
+SMOOTHED = {
+    "sum of log-probabilities": lambda z: -z.log_softmax(-1).sum(dim=-1, keepdim=True).squeeze(-1),
+    "mean of log-probabilities": lambda z: (0.1 * torch.tanh(z / 3).log_softmax(-1)).mean(-1),
+}
 SEVERAL_PASSES = {
     "two temperatures": lambda z: (z.softmax(-1) * (z / 2).log_softmax(-1)).sum(-1),
     "three factors": lambda z: (z.softmax(-1) * z * z).sum(-1),
@@ -61,15 +67,47 @@ def passes(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("name", [*ONE_PASS, *SEVERAL_PASSES])
-def test_entropy(passes, name):
-    use = ONE_PASS.get(name) or SEVERAL_PASSES[name]
+@pytest.mark.parametrize("name", [*ONE_PASS, *SMOOTHED, *SEVERAL_PASSES])
+def test_sum_over_classes(passes, monkeypatch, name):
+    use = (ONE_PASS | SMOOTHED | SEVERAL_PASSES)[name]
+    if name not in SEVERAL_PASSES:
+        monkeypatch.setattr(chunks, "by_rows", None)
     model, tokens, _ = make(bias=True)
     expected, found, deferral = plain_and_deferred(model, lambda model: use(model(tokens)[0]))
     of_eager = roundings(model, lambda model: use(model(tokens)[0]), expected)
     close(found, expected, torch.float32 if name == "another dtype" else torch.float64, of_eager)
     assert deferral.materialized == {}
     assert len(passes) == (name in ONE_PASS)
+
+
+@pytest.mark.parametrize("name", ["by logits", "log-probabilities first", "sum of log-probabilities"])
+def test_sum_over_classes_in_few_digits(name):
+    """Probabilities are nearly equal, so that terms of the gradients cancel."""
+    model, tokens, _ = make(dtype=torch.bfloat16)
+    fused = 2 if name == "by logits" else 1
+    use = (ONE_PASS | SMOOTHED)[name]
+    check(model, lambda model: use(model(tokens)[0].float()).sum(), fused=fused, dtype=torch.bfloat16)
+
+
+def test_label_smoothing_of_transformers():
+    """The loss of its LabelSmoother, spelled out, has the numbers of F.cross_entropy."""
+    model, tokens, labels = make()
+
+    def use(model):
+        log_probs = -F.log_softmax(model(tokens)[0], dim=-1)
+        ignored = labels.unsqueeze(-1).eq(-1)
+        nll = log_probs.gather(dim=-1, index=labels.clamp(min=0).unsqueeze(-1))
+        smoothed = log_probs.sum(dim=-1, keepdim=True, dtype=torch.float64)
+        nll.masked_fill_(ignored, 0.0)
+        smoothed.masked_fill_(ignored, 0.0)
+        count = ignored.numel() - ignored.long().sum()
+        return 0.9 * nll.sum() / count + 0.1 * smoothed.sum() / (count * log_probs.shape[-1])
+
+    options = {"ignore_index": -1, "label_smoothing": 0.1}
+    expected, found, deferral = plain_and_deferred(model, use)
+    close(found, expected)
+    assert deferral.materialized == {}
+    close(found[:1], [F.cross_entropy(model(tokens)[0].mT, labels, **options)])
 
 
 def test_results_of_a_pass_are_changed_in_place(passes):

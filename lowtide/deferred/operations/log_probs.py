@@ -19,7 +19,7 @@ from lowtide.deferred.proxies.logits import DeferredLogits
 from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Apply, Linear, Node, Vector
 from lowtide.deferred.recorded.match_head import LinearHead, match_head
-from lowtide.ops.linear_cross_entropy import dispatch, linear_log_probs
+from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy, linear_log_probs
 from lowtide.ops.linear_cross_entropy.definition.validation import NO_CLASS
 
 
@@ -147,6 +147,17 @@ def one_pass(call: HeadCall, head: LinearHead, target: Tensor | None = None) -> 
 
 def _any_class(head: LinearHead) -> Tensor:
     return torch.zeros(head.inputs[0].shape[:-1], dtype=torch.long, device=head.inputs[0].device)
+
+
+def smoothed_loss(call: HeadCall, head: LinearHead) -> Tensor:
+    """Return - 1/V sum log p of each row: the cross-entropy with a label smoothing of 1."""
+    options = head.options | {"ignore_index": NO_CLASS, "workspace": call.workspace}
+    options |= {"reduction": "none", "label_smoothing": 1.0}
+    target = _any_class(head)
+    with expression.autocast(target.device, head.autocast):
+        if len(head.weights) == 1:
+            return linear_cross_entropy(head.inputs[0], head.weights[0], target, **options)
+        return dispatch.cross_entropy(head.inputs, head.weights, target, **options)
 
 
 def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispatch.LogProbs:

@@ -1,6 +1,7 @@
 """Compute argmax, sums and means over the classes of deferred logits.
 
-Entropies are by the fused operator. All else is a chunk of rows at a time.
+Entropies and sums of log-probabilities are by the fused operators. All else is a chunk of rows at a
+time.
 
 Shapes: [...] are the rows, V classes; C rows of a chunk.
 """
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lowtide.core.autodiff import in_shape
-from lowtide.deferred.operations.log_probs import one_pass
+from lowtide.deferred.operations.log_probs import one_pass, smoothed_loss
 from lowtide.deferred.operations.row_values import by_rows, class_dim, counted, of_classes
 from lowtide.deferred.proxies.handlers import handles
+from lowtide.deferred.proxies.head_call import HeadCall
 from lowtide.deferred.proxies.logits import DeferredLogits
 from lowtide.deferred.recorded.expression import Apply, Linear, Node
 from lowtide.deferred.recorded.match_head import LinearHead, match_head
@@ -59,37 +61,45 @@ def _total(name: str, input: DeferredLogits, dims: tuple[int, ...], keepdim: boo
 
 
 def _of_distribution(name: str, input: DeferredLogits, dim: Any, options: Any) -> Tensor | None:
-    """Return the sum or mean of c p log p, or of c p z, over the classes; None of anything else.
+    """Return the sum or mean of a product over the classes by the operators; None of most products.
 
-    p is the softmax of the logits z, c a number, and H the entropy of p:
+    With p the softmax of the logits z, and H the entropy of p, they compute
 
-        sum p log p = -H        sum p z = logsumexp(z) - H
+        sum p log p = -H        sum p z = logsumexp(z) - H        sum log p = -V loss
 
-    The second is as far off as the logsumexp, from which people subtract it to find H.
+    times a number. The loss is the cross-entropy that is smoothed over all classes alike. The
+    second is as far off as the logsumexp, from which people subtract it to find H.
     """
     if class_dim(input, dim) is None or torch.compiler.is_compiling():
         return None
     node = input.checked()
     factor, factors = _factors(node)
-    if len(factors) != 2:
+    total = _sum_of_product(factors, input.head_call)
+    if total is None:
         return None
-    for probabilities, other in (factors, factors[::-1]):
-        head = _head_of_softmax(probabilities)
-        is_log = isinstance(other, Apply) and other.name == "log_softmax"
+    share = input.classes if name == "mean" else 1
+    return in_shape(total * (factor / share), input.rows).to(options.get("dtype", node.dtype))
+
+
+def _sum_of_product(factors: list[Node], call: HeadCall) -> Tensor | None:
+    """Return the sum over the classes of a product of these nodes, if the operators have it."""
+    if len(factors) == 1 and _is(factors[0], "log_softmax"):
+        head = match_head(factors[0].first)[1]  # type: ignore[union-attr]
+        return None if head is None else -head.classes * smoothed_loss(call, head)
+    for probabilities, other in (factors, factors[::-1]) if len(factors) == 2 else ():
+        head, is_log = _head_of_softmax(probabilities), _is(other, "log_softmax")
         own = None if head is None else match_head(other.first if is_log else other)[1]  # type: ignore[union-attr]
-        if head is None or own is None or not head.is_same(own):
-            continue
-        found = one_pass(input.head_call, head)
-        total = -found.entropy if is_log else found.logsumexp - found.entropy
-        share = input.classes if name == "mean" else 1
-        return in_shape(total * (factor / share), input.rows).to(options.get("dtype", node.dtype))
+        if head is not None and own is not None and head.is_same(own):
+            found = one_pass(call, head)
+            return -found.entropy if is_log else found.logsumexp - found.entropy
     return None
 
 
 def _factors(node: Node) -> tuple[float, list[Node]]:
-    """Return a number and nodes of which the node is the product."""
-    if isinstance(node, Linear) or node.name not in ("mul", "neg"):
+    """Return a number and nodes of which the node is the product; logits are not divided."""
+    if not (_is(node, "mul") or _is(node, "neg")) or match_head(node)[1] is not None:
         return 1.0, [node]
+    assert isinstance(node, Apply)
     factor = -1.0 if node.name == "neg" else 1.0
     nodes: list[Node] = []
     for each in node.operands:
@@ -105,10 +115,12 @@ def _factors(node: Node) -> tuple[float, list[Node]]:
 
 def _head_of_softmax(node: Node) -> LinearHead | None:
     """Return the head of whose logits the node is the softmax; None if it is none."""
-    if isinstance(node, Linear):
-        return None
-    if node.name == "softmax":
-        return match_head(node.first)[1]
-    below = node.first
-    is_exp = node.name == "exp" and isinstance(below, Apply) and below.name == "log_softmax"
-    return match_head(below.first)[1] if is_exp else None  # type: ignore[union-attr]
+    if _is(node, "softmax"):
+        return match_head(node.first)[1]  # type: ignore[union-attr]
+    if _is(node, "exp") and _is(node.first, "log_softmax"):  # type: ignore[union-attr]
+        return match_head(node.first.first)[1]  # type: ignore[union-attr]
+    return None
+
+
+def _is(node: Node, name: str) -> bool:
+    return isinstance(node, Apply) and node.name == name

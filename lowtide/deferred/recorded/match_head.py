@@ -55,6 +55,10 @@ class LinearHead(NamedTuple):
         return all(map(same, self, other))
 
     @property
+    def classes(self) -> int:
+        return self.weights[0].shape[0]
+
+    @property
     def sum_dtype(self) -> torch.dtype:
         """Return the dtype that the operators compute in."""
         return torch.promote_types(self.dtype, torch.float32)
