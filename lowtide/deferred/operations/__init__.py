@@ -8,8 +8,17 @@ Modules, in import order (a module imports only from those above it):
 * log_probs: log-probabilities, logsumexp and picked logits, by the fused operator.
 * reductions: argmax, sums and means over the classes, and entropies by the fused operator.
 * loss: the cross-entropy, by the fused operator or a chunk of rows at a time.
+* divergence: the KL divergence of two heads, by the operator of distillation.
 """
 
-from lowtide.deferred.operations import elementwise, indexing, log_probs, loss, reductions, row_values
+from lowtide.deferred.operations import (
+    divergence,
+    elementwise,
+    indexing,
+    log_probs,
+    loss,
+    reductions,
+    row_values,
+)
 
-__all__ = ["elementwise", "indexing", "log_probs", "loss", "reductions", "row_values"]
+__all__ = ["divergence", "elementwise", "indexing", "log_probs", "loss", "reductions", "row_values"]

@@ -1,0 +1,109 @@
+"""torch's kl_div of two deferred heads is the operator's, for any temperature and reduction.
+
+Shapes: B sequences, T tokens, V classes.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import lowtide
+from lowtide.deferred import RealLogitsWarning
+from lowtide.deferred.recorded import chunks
+from tests.deferred.helpers import B, T, V, differentiated, make, within_eager
+from tests.ops.chunked_loss.helpers import close
+
+FUSED = {
+    "batchmean": lambda s, t: F.kl_div(
+        F.log_softmax(s / 2, -1), F.softmax(t / 2, -1), reduction="batchmean"
+    ) * 4,
+    "sum, rows flat": lambda s, t: F.kl_div(
+        (s / 0.7).log_softmax(-1).view(-1, V), (t / 0.7).softmax(-1).view(-1, V), reduction="sum"
+    ),
+    "mean": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="mean"),
+    "log target": lambda s, t: F.kl_div(
+        s.log_softmax(-1), t.log_softmax(-1), reduction="sum", log_target=True
+    ),
+    "capped": lambda s, t: F.kl_div(
+        (3 * torch.tanh(s / 3) / 2).log_softmax(-1), (t / 2).softmax(-1), reduction="sum"
+    ),
+    "module": lambda s, t: torch.nn.KLDivLoss(reduction="batchmean")(s.log_softmax(-1), t.softmax(-1)),
+    "detached": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1).detach(), reduction="sum"),
+    "shifted": lambda s, t: F.kl_div(
+        s[:, :-1].log_softmax(-1), t[:, :-1].softmax(-1), reduction="batchmean"
+    ),
+}  # fmt: skip
+REAL = {
+    "of single classes": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1),
+    "two temperatures": lambda s, t: F.kl_div((s / 2).log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+    "trained teacher": lambda s, t: F.kl_div(s.log_softmax(-1), s.softmax(-1) * 0.5, reduction="sum"),
+}
+
+
+def heads(dtype=torch.float64):
+    """A student, a frozen teacher with other weights, and tokens."""
+    student, tokens, _ = make(bias=True, dtype=dtype)
+    teacher, _, _ = make(bias=True, dtype=dtype)
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(3)
+    return student, teacher.requires_grad_(False), tokens
+
+
+def found_by(use, student, teacher, tokens):
+    with torch.no_grad():
+        of_teacher = teacher(tokens)[0]
+    return differentiated(student, use(student(tokens)[0], of_teacher))
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("name", FUSED)
+def test_divergence_of_deferred_heads(monkeypatch, name):
+    student, teacher, tokens = heads()
+    expected = found_by(FUSED[name], student, teacher, tokens)
+    monkeypatch.setattr(chunks, "by_rows", None)
+    with lowtide.defer_logits(student) as of_student, lowtide.defer_logits(teacher) as of_teacher:
+        found = found_by(FUSED[name], student, teacher, tokens)
+    close(found, expected)
+    assert (of_student.fused, of_student.materialized, of_teacher.materialized) == (1, {}, {})
+
+
+def test_divergence_in_few_digits():
+    student, teacher, tokens = heads(torch.bfloat16)
+    use = FUSED["batchmean"]
+    eager = found_by(lambda s, t: use(s.float(), t.float()), student, teacher, tokens)
+    with lowtide.defer_logits(student), lowtide.defer_logits(teacher):
+        found = found_by(lambda s, t: use(s.float(), t.float()), student, teacher, tokens)
+    exact = found_by(use, student.double(), teacher.double(), tokens)
+    for ours, theirs, true in zip(found, eager, exact):
+        within_eager(ours, theirs, true, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_other_divergences_have_real_logits(name):
+    student, teacher, tokens = heads()
+    expected = found_by(REAL[name], student, teacher, tokens)
+    warning = pytest.warns(RealLogitsWarning, match="kl_div")
+    with lowtide.defer_logits(student) as deferral, lowtide.defer_logits(teacher), warning:
+        close(found_by(REAL[name], student, teacher, tokens), expected)
+    assert deferral.materialized
+
+
+@pytest.mark.parametrize("real", ["student", "teacher"])
+def test_divergence_with_real_logits_of_one(real):
+    student, teacher, tokens = heads()
+    expected = found_by(FUSED["batchmean"], student, teacher, tokens)
+    deferred = teacher if real == "student" else student
+    warning = pytest.warns(RealLogitsWarning, match="kl_div")
+    with lowtide.defer_logits(deferred), warning:
+        close(found_by(FUSED["batchmean"], student, teacher, tokens), expected)
+
+
+def test_divergence_of_many_rows_takes_its_workspace():
+    student, teacher, _ = heads(torch.float32)
+    tokens = torch.randint(V, (B, 400 * T))
+    with lowtide.defer_logits(student, workspace=2**20), lowtide.defer_logits(teacher):
+        use = FUSED["batchmean"]
+        found_by(use, student, teacher, tokens)
+        with lowtide.peak_memory("cpu") as peak:
+            found_by(use, student, teacher, tokens)
+    assert peak.largest < B * 400 * T * V * 4 / 3
