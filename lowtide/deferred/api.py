@@ -167,9 +167,9 @@ def defer_logits(
     classes). It takes one pass for log-probabilities and what is asked for after them. The sum of
     log p is a loss by the operator of the loss.
 
-    `F.kl_div` of the log-softmax of a student and the softmax (or log-softmax) of a teacher, both of
-    deferred logits, is that of :func:`lowtide.distillation.forward_kl` where the teacher needs no
-    gradient, both have one temperature, and `reduction` is "sum", "batchmean" or "mean".
+    `F.kl_div` of a student's log-softmax and a teacher's softmax (or log-softmax), both deferred, is
+    that of :func:`lowtide.distillation.forward_kl` where the teacher needs no gradient, both have
+    one temperature, and `reduction` is "sum", "batchmean" or "mean".
 
     Any other operation materialises the logits once, exactly as the model would have computed them
     (in the chunks' order of additions if values have been picked from chunks before), and gives one
