@@ -167,7 +167,7 @@ def defer_logits(
     classes). It takes one pass for log-probabilities and what is asked for after them. The sum of
     log p is a loss by the operator of the loss.
 
-    `F.kl_div` of a student's log-softmax and a teacher's softmax (or log-softmax), both deferred, is
+    `F.kl_div` of a student's log-softmax and a teacher's softmax or log-softmax, both deferred, is
     that of :func:`lowtide.distillation.forward_kl` where the teacher needs no gradient, both have
     one temperature, and `reduction` is "sum", "batchmean" or "mean".
 
