@@ -167,9 +167,9 @@ def defer_logits(
     classes). It takes one pass for log-probabilities and what is asked for after them. The sum of
     log p is a loss by the operator of the loss.
 
-    `F.kl_div` of a student's log-softmax and a teacher's softmax or log-softmax, both deferred, is
-    that of :func:`lowtide.distillation.forward_kl` where the teacher needs no gradient, both have
-    one temperature, and `reduction` is "sum", "batchmean" or "mean".
+    `F.kl_div` of a student's log-softmax and a teacher that needs no gradient takes the operator of
+    :func:`lowtide.distillation.forward_kl` if the teacher's logits are deferred too, at the same
+    temperature, and else that of the loss. Only ``reduction="none"`` needs real logits.
 
     Any other operation materialises the logits once, exactly as the model would have computed them
     (in the chunks' order of additions if values have been picked from chunks before), and gives one

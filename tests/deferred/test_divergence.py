@@ -33,10 +33,20 @@ FUSED = {
         s[:, :-1].log_softmax(-1), t[:, :-1].softmax(-1), reduction="batchmean"
     ),
 }  # fmt: skip
+# The teacher's logits become real, and the student's do not.
+REAL_TEACHER = {
+    "two temperatures": lambda s, t: F.kl_div((s / 2).log_softmax(-1), t.softmax(-1), reduction="batchmean"),
+    "two temperatures, log target": lambda s, t: F.kl_div(
+        (s / 2).log_softmax(-1), t.log_softmax(-1), reduction="sum", log_target=True
+    ),
+    "student without an operator": lambda s, t: F.kl_div(
+        (s * torch.linspace(0.5, 2, V, dtype=s.dtype)).log_softmax(-1), t.softmax(-1), reduction="sum"
+    ),
+    "not normalised": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1) * 0.5, reduction="sum"),
+}
 REAL = {
     "of single classes": lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="none").sum(-1),
-    "two temperatures": lambda s, t: F.kl_div((s / 2).log_softmax(-1), t.softmax(-1), reduction="batchmean"),
-    "trained teacher": lambda s, t: F.kl_div(s.log_softmax(-1), s.softmax(-1) * 0.5, reduction="sum"),
+    "trained teacher": lambda s, t: F.kl_div(s.log_softmax(-1), (2 * s).softmax(-1), reduction="sum"),
 }
 
 
@@ -88,13 +98,30 @@ def test_other_divergences_have_real_logits(name):
     assert deferral.materialized
 
 
-@pytest.mark.parametrize("real", ["student", "teacher"])
-def test_divergence_with_real_logits_of_one(real):
+CASES = [*((name, True) for name in REAL_TEACHER), *((name, False) for name in FUSED | REAL_TEACHER)]
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize(("name", "in_training"), CASES)
+def test_divergence_without_the_students_logits(name, in_training):
+    """Whatever the teacher: one in eval mode has real logits, as one that is not deferred."""
+    student, teacher, tokens = heads()
+    use = (FUSED | REAL_TEACHER)[name]
+    expected = found_by(use, student, teacher, tokens)
+    teacher.train(in_training)
+    with lowtide.defer_logits(student) as deferral, lowtide.defer_logits(teacher):
+        found = found_by(use, student, teacher, tokens)
+    close(found[1:], expected[1:], roundings=2)
+    size = 4 * B * T * torch.tensor(V).log()  # of the cross-entropy and the entropy, times T^2
+    assert abs(found[0] - expected[0]) <= 4 * torch.finfo(torch.float64).eps * size
+    assert (deferral.fused, deferral.materialized) == (1, {})
+
+
+def test_real_student_beside_a_deferred_teacher():
     student, teacher, tokens = heads()
     expected = found_by(FUSED["batchmean"], student, teacher, tokens)
-    deferred = teacher if real == "student" else student
-    warning = pytest.warns(RealLogitsWarning, match="kl_div")
-    with lowtide.defer_logits(deferred), warning:
+    with lowtide.defer_logits(teacher), pytest.warns(RealLogitsWarning, match="kl_div"):
         close(found_by(FUSED["batchmean"], student, teacher, tokens), expected)
 
 

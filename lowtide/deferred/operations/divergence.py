@@ -1,11 +1,16 @@
-"""Compute the KL divergence of two heads' deferred logits by the operator of distillation."""
+"""Compute torch's kl_div of deferred logits: by distillation's operator, or as a cross-entropy.
 
+Shapes: [...] are the rows, V classes.
+"""
+
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowtide.core.collectives import is_dtensor
+from lowtide.deferred.operations.loss import loss as cross_entropy
 from lowtide.deferred.operations.row_values import counted
 from lowtide.deferred.proxies.handlers import handles
 from lowtide.deferred.proxies.logits import DeferredLogits
@@ -13,6 +18,9 @@ from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.expression import Apply, Node
 from lowtide.deferred.recorded.match_head import LinearHead, match_head
 from lowtide.ops.distillation import forward_kl
+
+# The entropy of probabilities is added up over parts of this many bytes.
+PART = 1 << 24
 
 
 @handles("kl_div")
@@ -24,37 +32,71 @@ def kl_div(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> Any:
-    """Compute kl_div of the student's log-softmax and the teacher's softmax, or log-softmax.
+    """Compute kl_div of a deferred student's log-softmax and a teacher without gradients.
 
-    Both are deferred, and the teacher needs no gradient. Their logits are divided by one
-    temperature. The divergences of single classes need real logits.
+    The operator of distillation takes a teacher whose logits are deferred too, and divided by the
+    same temperature. With any other teacher the divergence is a cross-entropy less an entropy,
+
+        sum p (log p - log q) = - sum p log q - H(p)
+
+    The divergences of single classes need real logits.
     """
     divisors = {"sum": 1, "mean": input.meta.numel(), "batchmean": len(input.meta)}
     is_old = size_average is not None or reduce is not None
     if is_old or reduction not in divisors or torch.compiler.is_compiling():
         return NotImplemented
-    if not isinstance(target, DeferredLogits) or target.known is not None or target.requires_grad:
+    known = isinstance(target, Tensor | DeferredLogits) and target.shape == input.shape
+    node = input.checked()
+    if not known or target.requires_grad or not input.classes_last or not _is(node, "log_softmax"):
         return NotImplemented
-    if target.shape != input.shape or not (input.classes_last and target.classes_last):
-        return NotImplemented
+    total = _of_heads(input, target, log_target)
+    if total is None:
+        total = _of_probabilities(input, target, log_target)
+    return total if total is NotImplemented else (total / divisors[reduction]).to(input.dtype)
+
+
+def _of_heads(input: DeferredLogits, target: Any, log_target: bool) -> Tensor | None:
+    """Return the sum over all rows by the operator of distillation; None if it does not apply."""
+    if not isinstance(target, DeferredLogits) or target.known is not None or not target.classes_last:
+        return None
     student = _head(input.checked(), "log_softmax")
     teacher = _head(target.checked(), "log_softmax" if log_target else "softmax")
     if student is None or teacher is None or not _agree(student, teacher):
-        return NotImplemented
+        return None
     options = _options("student", student) | _options("teacher", teacher)
     options |= {"temperature": _temperature(student), "workspace": input.head_call.workspace}
     with expression.autocast(input.device, student.autocast):
         total = forward_kl(*_operands(student), *_operands(teacher), reduction="sum", **options)
     input.head_call.counts.hold(total)
-    return counted(input, (total / divisors[reduction]).to(input.dtype))
+    return counted(input, total)
+
+
+def _of_probabilities(input: DeferredLogits, target: Any, log_target: bool) -> Any:
+    """Return the sum over all rows, given the teacher's real probabilities or their logarithms."""
+    if isinstance(target, DeferredLogits):
+        target = target.real("torch.kl_div")
+    below = input.checked().first  # type: ignore[union-attr]
+    meta = torch.empty(input.shape, dtype=below.dtype, device="meta")
+    p_NV = (target.exp() if log_target else target).flatten(0, -2)
+    logits = input.like(below, meta, copied=True).flatten(0, -2)
+    loss = cross_entropy("cross_entropy", logits, p_NV, reduction="sum")
+    if loss is NotImplemented:
+        return loss
+    rows = max(1, PART // (p_NV.shape[1] * p_NV.element_size()))
+    parts = (torch.special.entr(part).sum(dtype=loss.dtype) for part in p_NV.split(rows))
+    return loss - functools.reduce(torch.add, parts)
 
 
 def _head(node: Node, name: str) -> LinearHead | None:
     """Return the head of whose logits the node is a softmax of this name, as one product."""
-    while isinstance(node, Apply) and node.name == "detach":
-        node = node.first
-    head = match_head(node.first)[1] if isinstance(node, Apply) and node.name == name else None
+    while _is(node, "detach"):
+        node = node.first  # type: ignore[union-attr]
+    head = match_head(node.first)[1] if _is(node, name) else None  # type: ignore[union-attr]
     return None if head is None or len(head.weights) > 1 or is_dtensor(head.weights[0]) else head
+
+
+def _is(node: Node, name: str) -> bool:
+    return isinstance(node, Apply) and node.name == name
 
 
 def _agree(student: LinearHead, teacher: LinearHead) -> bool:
