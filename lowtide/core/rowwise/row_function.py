@@ -250,6 +250,7 @@ class _Apply(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
+@torch_private.no_frame_compiled
 def evaluate(rowwise: RowFunction, tensors: Tensors) -> Tensors:
     """Compute the function, for a batch of is_grads_batched=True one element after the other.
 
