@@ -99,10 +99,16 @@ def without_legacy_batch(
     dims: list[int | None] = [None] * len(tensors)
     while all(dim is None for dim in dims):
         level -= 1
-        # A tensor of no such level is expanded to the given size, which no batch has.
-        parts = [_without_batch(each, level, 0, 0) if of else each for each, of in zip(tensors, batched)]
-        dims = [0 if of and len(part) else None for part, of in zip(parts, batched)]
-    return level, [each if dim is None else part for each, part, dim in zip(tensors, parts, dims)], dims
+        parts = [_batch_of(each, level) if of else None for each, of in zip(tensors, batched)]
+        dims = [None if part is None else 0 for part in parts]
+    return level, [each if part is None else part for each, part in zip(tensors, parts)], dims
+
+
+def _batch_of(tensor: Tensor, level: int) -> Tensor | None:
+    """Return the tensor with the batch of this level as first dimension; None if it has no such."""
+    # A tensor of no such level is expanded to the given size. A batch keeps its own, be it 0.
+    part, other = (_without_batch(tensor, level, size, 0) for size in (0, 1))
+    return part if len(part) == len(other) else None
 
 
 # The public equivalents (torch.library.register_autograd, a probe with every setting) cost time.

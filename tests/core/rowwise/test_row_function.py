@@ -43,6 +43,19 @@ def test_batches_of_batches(strategy, size):
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
 
 
+def test_batch_of_nothing():
+    """A Jacobian of no rows has no column to compute."""
+    _, _, w = made()
+
+    def function(x):
+        return by_rows(x, x.new_ones(len(x)), w)
+
+    found = torch.autograd.functional.jacobian(
+        function, torch.randn(0, 3, dtype=torch.float64), vectorize=True, strategy="forward-mode"
+    )
+    assert found.shape == (0, 0, 3)
+
+
 def test_memory_of_a_batch():
     """A batch of 16 upstream gradients holds the logits of one chunk for one of them."""
     N, V, chunk = 256, 2048, 16
