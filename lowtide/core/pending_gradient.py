@@ -173,8 +173,9 @@ def power_and_rest(factor: Tensor, headroom: int | Tensor) -> tuple[Tensor, Tens
 
 
 def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 2^exponent by one kernel, where ldexp takes three."""
-    return torch.pow(2.0, exponent).to(dtype)
+    """Return 2^exponent, by one kernel less than ldexp."""
+    # With a Python number the power would have torch's default dtype, which may be float16.
+    return torch.pow(exponent.new_full((), 2, dtype=dtype), exponent)
 
 
 def fp16_headroom_of_input(weight_VD: Tensor) -> int | Tensor:
@@ -231,8 +232,10 @@ def _largest(tensor: Tensor, ignored: Tensor | None = None) -> Tensor:
     """Return the largest absolute value, without a copy; float16's largest if it is not finite.
 
     Rows may hold NaN whose neighbours' gradients are to stay finite. Those of [..., D] that are
-    `ignored` [...] do not count.
+    `ignored` [...] do not count. The largest of no numbers is 0.
     """
+    if tensor.numel() == 0:
+        return tensor.new_zeros((), dtype=torch.float32)
     if ignored is not None:
         tensor = torch.linalg.vector_norm(tensor, torch.inf, -1).masked_fill(ignored, 0)
     # In the tensor's own dtype the norm reads it once; in float32 it would copy it first, as abs

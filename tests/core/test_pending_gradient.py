@@ -14,6 +14,7 @@ from lowtide.core.pending_gradient import (
     outputs_of,
     power_and_rest,
     scale_into,
+    split_factor,
 )
 from tests.support.loss import interpreted
 
@@ -65,6 +66,27 @@ def test_sum_of_a_float16_gradient_is_kept_near_1(device, largest, factor):
     assert torch.frexp(remaining)[0] == 0.5
     dx.split_by(sum * 8)  # of the first chunk alone
     assert dx.applied is applied
+
+
+def test_sum_of_no_numbers(device):
+    """Of a head without features."""
+    factor = torch.tensor(1 / 3, device=device)
+    dx = PendingGradient(torch.empty(5, 0, dtype=torch.float16, device=device), unsplit=factor)
+    dx.split_by(torch.empty(5, 0, device=device))
+    assert torch.equal(dx.applied * dx.remaining, factor)
+
+
+def test_factor_is_split_whatever_the_default_dtype(device):
+    """float16 has no 2^28."""
+    factor, before = torch.tensor(3e8, device=device), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        parts = split_factor(factor, torch.float16), power_and_rest(factor, torch.tensor(28, device=device))
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in parts:
+        assert one.dtype == other.dtype == torch.float32
+        assert torch.equal(one * other, factor)
 
 
 @pytest.mark.parametrize("largest", [2.0**-10, 1.0, 3e4, float("nan"), float("inf")])

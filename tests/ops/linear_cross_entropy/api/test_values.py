@@ -160,7 +160,7 @@ def test_any_call(
     check_fused(inputs, upstream, reduction=reduction, label_smoothing=smoothing, workspace=workspace)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_features(device, dtype):
     inputs = make_inputs(9, 1, 5, device=device, dtype=dtype, ignored=0)
     empty = {
