@@ -63,10 +63,18 @@ def no_gradients(head: Head) -> Gradients:
 
 
 def allocate(
-    plan: "Plan", head: Head, factor: Tensor, *, final: bool, empty: bool, some_rows: bool
+    plan: "Plan",
+    head: Head,
+    factor: Tensor,
+    ignored_M: Tensor,
+    *,
+    final: bool,
+    empty: bool,
+    some_rows: bool,
 ) -> Gradients:
     """Allocate memory for the wanted gradients; each is `factor` times what the engine computes.
 
+    `ignored_M`: True for ignored rows, of those that the engine keeps.
     `final`: no upstream gradient will be applied later. `empty`: nothing will be written, so the
     memory is set to 0. `some_rows`: not every row of the input gradients will be written, so their
     memory is set to 0.
@@ -98,7 +106,9 @@ def allocate(
         summed, headroom = accumulate or k > 0, FP16_EXPONENT
         if weight.dtype == torch.float16 and not summed:
             if single_product:
-                headroom = fp16_headroom_of_operand(input, fp16_exponents(plan, head)[1])
+                # All rows are kept. X of ignored ones may be large, or not finite.
+                ignored = ignored_M.view(input.shape[:-1])
+                headroom = fp16_headroom_of_operand(input, fp16_exponents(plan, head)[1], ignored)
             else:
                 headroom = fp16_headroom_of_weight(input)
         given: dict[str, Any] = {"headroom": headroom, "in_operand": single_product}

@@ -86,9 +86,14 @@ class LossEngine(Engine):
             coefs, factor = coefs * scale, factor / scale
         if self.plan.needs_grad.scale:
             stats = dataclasses.replace(stats, grad_dot_logit_N=torch.empty_like(coefs.softmax_coef_N))
-        some_rows = self.kept_rows is not None and not self.plan.skips_ignored
         gradients = allocate(
-            self.plan, self.head, factor, final=final, empty=self.M == 0, some_rows=some_rows
+            self.plan,
+            self.head,
+            factor,
+            self.rows.ignored_N,
+            final=final,
+            empty=self.M == 0,
+            some_rows=self.kept_rows is not None and not self.plan.skips_ignored,
         )
         self.walk(coefs, stats, gradients, take_stats=take_stats)
         if gradients.scale is not None:

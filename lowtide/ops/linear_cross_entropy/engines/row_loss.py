@@ -46,7 +46,6 @@ class RowLoss:
             self.order = TokenOrder(plan.agreement, self.device)
         self.cleared_N: Tensor | None = None
         self.class_weight_V = as_vector(labels.class_weight, plan.sum_dtype)
-        self.normalizer = labels.normalizer
         self._set_rows(labels)
 
     def _set_rows(self, labels: Labels) -> None:

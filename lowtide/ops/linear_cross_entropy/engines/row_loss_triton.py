@@ -192,7 +192,7 @@ class TritonRowLoss(RowLoss):
         if self.plan.call_kind.log_probs:
             invalid_target_N = self.invalid_target_N = self._empty(self.M, torch.bool)
         known = (self.target_N, self.ignored_N, invalid_target_N, self.target_weight_N)
-        self.mean_of_rows = None
+        self.normalizer, self.mean_of_rows = labels.normalizer, None
         if 0 < self.M <= SUM_BLOCK and self.plan.options.reduction == "mean":
             self.mean_of_rows = self._mean_memory(self.normalizer)
         self.written_one = None if self.plan.options.reduction == "mean" or not self.M else self._empty(())

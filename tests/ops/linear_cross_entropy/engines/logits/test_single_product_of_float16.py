@@ -91,6 +91,24 @@ def test_gradients(device, N, V, chunks, reduction):
     assert not found[0][2].any()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_large_numbers_of_an_ignored_row(device, reduction):
+    """They take no digit from the other rows."""
+    N, D, V = 40, 32, 144
+    x, w = (torch.randn(rows, D, device=device).half().requires_grad_() for rows in (N, V))
+    target = torch.arange(N, device=device)
+    target[2] = -100
+    found = []
+    for number in (6e4, 0.0):
+        with torch.no_grad():
+            x[2] = number
+        loss = lowtide.linear_cross_entropy(
+            x.view(5, 8, D), w, target.view(5, 8), workspace=ROOM, backend="triton", reduction=reduction
+        )
+        found.append(torch.autograd.grad(loss.sum(), w)[0])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("names", [*([each] for each in OPTIONS), OPTIONS], ids="-".join)
 def test_options(device, names):
     N, D, V = 24, 32, 101
