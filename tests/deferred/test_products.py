@@ -4,6 +4,8 @@ Shapes: B sequences, T tokens, V classes.
 """
 
 import pytest
+import torch
+from torch import nn
 
 import lowtide
 from lowtide.deferred.recorded import chunks, expression
@@ -57,6 +59,18 @@ def test_sizes_fit_in_the_workspace(workspace):
         assert chunk >= 1
         assert held <= (workspace or chunks.ROOM["cpu"])
         assert block == N or held > 0.45 * workspace  # half for each
+
+
+@pytest.mark.parametrize("classes", [600, 32000, 50257, 128256])
+@pytest.mark.parametrize("workspace", [2**24, 2**26, 2**26 + 2**25, None])
+def test_cast_changes_no_block(classes, workspace):
+    """So a value that has been picked from the cast logits is among them when they are real."""
+    head = nn.Linear(1, classes, dtype=torch.bfloat16)
+    with lowtide.defer_logits(head, head=head):
+        logits = head(torch.zeros(1, 1, dtype=torch.bfloat16))
+        nodes = logits.node, logits.float().node, (logits.float() / 0.7).node
+    blocks = {chunks._sizes(node, 100_000, 1, torch.bfloat16, workspace)[0] for node in nodes}
+    assert len(blocks) == 1
 
 
 def test_deep_expression_of_shared_operations():

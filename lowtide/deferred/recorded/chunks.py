@@ -97,21 +97,22 @@ def _sizes(
 
     A block has its products and their gradients, a chunk the results of all other operations. The
     default takes no more than logits of `dtype` would in forward and backward, but at least ROOM,
-    since chunks need enough rows.
+    since chunks need enough rows. A block has half of it, whatever the other operations are, unless
+    one row of these takes more than half.
     """
     linears, wide = expression.linears(node), max(node.dtype.itemsize, 4)
     V, device = linears[0].weight.tensor.shape[0], counted_as(linears[0].input.tensor.device.type)
-    of_block = 2 * V * sum(each.dtype.itemsize for each in linears)
-    applied = sum(each.dtype.itemsize for each in expression.every(node)) - of_block // (2 * V)
-    # One of each operation's gradient and of what it is added to
-    of_chunk = V * (applied + (copies + 1) * wide)
+    products = sum(each.dtype.itemsize for each in linears)
+    applied = sum(each.dtype.itemsize for each in expression.every(node)) - products
+    # Of a logit, a block has its products and their gradients. A chunk has one operation's gradient
+    # at a time, beside the results.
+    of_block, of_chunk = V * 2 * products, V * (applied + (copies + 1) * wide)
     default = min(DEFAULT_WORKSPACE[device], max(ROOM[device], 3 * N * V * dtype.itemsize))
     held = default if workspace is None else workspace
     if workspace is not None and workspace < of_chunk + of_block:
         name = f"one row of {V} logits, and what their operations and the loss hold of it"
         raise too_small(workspace, of_chunk + of_block, name)
-    chunk = max(1, held // 2 // of_chunk)
-    block = max(1, min(N, (held - chunk * of_chunk) // of_block))
+    block = max(1, min(N, (held - max(held // 2, of_chunk)) // of_block))
     return block, max(1, (held - block * of_block) // of_chunk)
 
 
