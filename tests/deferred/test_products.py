@@ -3,6 +3,9 @@
 Shapes: B sequences, T tokens, V classes.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -86,3 +89,28 @@ def test_deep_expression_of_shared_operations():
     with lowtide.defer_logits(model) as deferral:
         close(differentiated(model, use(model(tokens)[0])), expected)
     assert deferral.materialized == {}
+
+
+@pytest.mark.parametrize("end", ["backward", "second order", "neither"])
+def test_hidden_states_are_freed(end):
+    """Backward frees them, or the end of the results does; Python need not look for cycles."""
+    model, tokens, _ = make(bias=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with lowtide.defer_logits(model):
+            logits = model(tokens)[0]
+            hidden = weakref.ref(expression.hidden(logits.node))
+            result = sharing(logits * 1.5 + torch.ones(V))
+            del logits
+            if end == "second order":
+                first = torch.autograd.grad(result.sum(), model.lm_head.weight, create_graph=True)[0]
+                first.square().sum().backward()
+                del first, result
+            elif end == "backward":
+                result.sum().backward()
+            else:
+                del result
+            assert hidden() is None
+    finally:
+        gc.enable()

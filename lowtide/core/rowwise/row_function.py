@@ -179,16 +179,16 @@ class OfProducts(Rowwise):
         whole, to `count` products. `rest` is a function of these, which are cut, and of all other
         arguments. `block` is the number of rows of a product.
         """
-        self.products, self.count, self.weights, self.rest = products, count, weights, rest
-        super().__init__(self._of_block, rest.cut, rest.results, block)
 
-    def _of_block(self, rows: Tensors, whole: Tensors) -> Both:
-        return split(self.rest(*self._arguments(rows, whole)), self.results)
+        # These do not refer to self: such a cycle would live until Python looks for cycles.
+        def arguments(rows: Tensors, whole: Tensors) -> Tensors:
+            return (*products(rows[:count], whole[:weights]), *rows[count:], *whole[weights:])
 
-    def _arguments(self, rows: Tensors, whole: Tensors) -> Tensors:
-        """Return the arguments of the rest."""
-        products = self.products(rows[: self.count], whole[: self.weights])
-        return (*products, *rows[self.count :], *whole[self.weights :])
+        def of_block(rows: Tensors, whole: Tensors) -> Both:
+            return split(rest(*arguments(rows, whole)), rest.results)
+
+        self.arguments_of_rest, self.count, self.rest = arguments, count, rest
+        super().__init__(of_block, rest.cut, rest.results, block)
 
     def derivative(self, described: RowDerivative, given_rows: int, given_whole: int) -> Rowwise:
         if described.derive is not vector_jacobian:
@@ -201,7 +201,7 @@ class OfProducts(Rowwise):
             create_graph = torch.is_grad_enabled()
             with torch.enable_grad():
                 own, varied = with_variables((*rows[: self.cut], *whole), described.inputs)
-                arguments = self._arguments(*split(own, self.cut))
+                arguments = self.arguments_of_rest(*split(own, self.cut))
             products, direct = arguments[: self.count], set(map(id, varied))
             through = {id(each) for each in products if each.requires_grad}
             needed = [id(each) in direct | through for each in arguments]

@@ -52,26 +52,31 @@ def by_rows(
     scalars: list[Tensor] = []
     kinds = {"rows": inputs, "weights": weights, "vectors": vectors, "scalars": scalars}
     expression.with_tensors(node, **{kind: _collect_in(tensors) for kind, tensors in kinds.items()})
+    # Backward frees the tensors that the graph has saved, but not these functions.
+    nothing = torch.empty(0)
+    bare = expression.with_tensors(node, **dict.fromkeys(kinds, lambda _: nothing))
+    count, after_vectors = len(inputs), len(vectors)
+    after_scalars = after_vectors + len(scalars)
     N = shape.numel()
     rows = [each.reshape(N, each.shape[-1]) for each in inputs]
     rows += [each.reshape((N, *each.shape[len(shape) :])) for each in row_tensors]
 
     def products(rows: Tensors, whole: Tensors) -> Tensors:
-        tree = expression.with_tensors(node, rows=_take_from(rows), weights=_take_from(whole))
+        tree = expression.with_tensors(bare, rows=_take_from(rows), weights=_take_from(whole))
         return tuple(map(expression.product, expression.linears(tree)))
 
     def rest(rows: Tensors, whole: Tensors) -> tuple[Tensors, tuple[()]]:
-        vectors_V, scalars_1 = _take_from(whole), _take_from(whole[len(vectors) :])
-        tree = expression.with_tensors(node, vectors=vectors_V, scalars=scalars_1)
-        logits_CV = expression.evaluate(tree, rows[: len(inputs)])
-        return function(logits_CV, *rows[len(inputs) :], *whole[len(vectors) + len(scalars) :]), ()
+        vectors_V, scalars_1 = _take_from(whole), _take_from(whole[after_vectors:])
+        tree = expression.with_tensors(bare, vectors=vectors_V, scalars=scalars_1)
+        logits_CV = expression.evaluate(tree, rows[:count])
+        return function(logits_CV, *rows[count:], *whole[after_scalars:]), ()
 
     dtype = expression.linears(node)[0].dtype if as_logits else node.dtype
     block, chunk = _sizes(node, N, copies, dtype, workspace)
     tracked = expression.requires_grad(node) or any(each.requires_grad for each in row_tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and tracked):
         of_products = Rowwise(rest, len(rows), results, chunk)
-        rowwise = OfProducts(products, len(inputs), len(weights), of_products, block)
+        rowwise = OfProducts(products, count, len(weights), of_products, block)
         outputs = rowwise(*rows, *weights, *vectors, *scalars, *others)
     return tuple(in_shape(each, (*shape, *each.shape[1:])) for each in outputs)
 
