@@ -126,6 +126,53 @@ def test_results_of_a_pass_are_changed_in_place(passes):
     assert len(passes) == 1  # what was changed were copies
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_results_without_gradients_are_changed_in_place(passes, mode):
+    """A result of another shape than the operator's is its memory, but no view to torch."""
+    model, tokens, _ = make()
+    z = model(tokens)[0].view(-1, V).detach()
+    with lowtide.defer_logits(model), mode():
+        deferred = model(tokens)[0].view(-1, V)
+        deferred.logsumexp(-1).zero_()
+        of_logps(deferred).zero_()
+        close(deferred.logsumexp(-1), z.logsumexp(-1))
+        close(of_probabilities(deferred), of_probabilities(z))
+    assert len(passes) == 1
+
+
+def test_gradient_of_one_result_has_no_part_of_another():
+    """It is that of its own uses: here 1, not 1 - 1 with the logsumexp in sum p z."""
+    model, tokens, _ = make()
+
+    def use(model):
+        z = model(tokens)[0]
+        logsumexp = z.logsumexp(-1)
+        entropy = logsumexp - (z.softmax(-1) * z).sum(-1)
+        (gradient,) = torch.autograd.grad(entropy.sum(), logsumexp, retain_graph=True)
+        assert torch.equal(gradient, torch.ones(B, T, dtype=z.dtype))
+        logsumexp.register_hook(lambda gradient: 3 * gradient)
+        return entropy
+
+    expected, found, _ = plain_and_deferred(model, use)
+    close(found, expected, roundings=roundings(model, use, expected))
+
+
+def test_sum_of_integers():
+    """Each number is rounded before they are added."""
+    model, tokens, _ = make()
+
+    def use(z):
+        return (-100 * z.softmax(-1) * z.log_softmax(-1)).sum(-1, dtype=torch.int64)
+
+    with torch.no_grad():
+        expected = use(model(tokens)[0])
+        with lowtide.defer_logits(model):
+            found = use(model(tokens)[0])
+    assert found.dtype == torch.int64
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, (100 * of_logps(model(tokens)[0])).long())
+
+
 def test_pass_without_gradients_serves_none_with():
     model, tokens, _ = make()
 

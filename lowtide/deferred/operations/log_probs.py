@@ -32,7 +32,7 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     if head is None:
         (result,) = by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),), copies=2)
     else:
-        result = in_shape(one_pass(input.head_call, head).logsumexp, input.rows)
+        result = in_shape(one_pass(input.head_call, head).logsumexp.clone(), input.rows)
     result = counted(input, result)
     return result.unsqueeze(place) if keepdim else result
 
@@ -110,7 +110,8 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
         flat = target.reshape(head.inputs[0].shape[:-1])
         results = one_pass(input.head_call, head, flat)
         first = input.head_call.counts.on(results.log_prob, FUSED_LOSS)
-        return dispatch.LogProbs(*(in_shape(each, input.rows) for each in results._replace(log_prob=first)))
+        own = first, *(each.clone() for each in results[1:])
+        return dispatch.LogProbs(*(in_shape(each, input.rows) for each in own))
     if deferred:
         first, *others = by_rows(input, 4, _log_probs_of_rows, target, copies=6)
         return dispatch.LogProbs(counted(input, first), *others)
@@ -131,15 +132,15 @@ def one_pass(call: HeadCall, head: LinearHead, target: Tensor | None = None) -> 
     """Return the log-probability of the target, and all that a pass over the classes gives beside.
 
     Without a target the log-probability is that of any class, and the last pass of this call of the
-    head may have found the rest. Then backward takes one pass for both.
+    head may have found the rest. Then backward takes one pass for both. So all results but the
+    log-probability are shared, and only copies of them leave this package.
     """
     # The two runs of a checkpoint have to save the same tensors.
     if torch.compiler.is_compiling() or in_transform(head.inputs[0]) or call.in_other_checkpoint:
         return _log_probs(head, _any_class(head) if target is None else target, call.workspace)
     last, grad = call.last_pass, torch.is_grad_enabled()
     if target is None and last is not None and last.serves(head, grad):
-        # Each result is the caller's own, to be changed in place.
-        return dispatch.LogProbs(*(each.clone() for each in last.results))
+        return last.results
     results = _log_probs(head, _any_class(head) if target is None else target, call.workspace)
     call.last_pass = HeadPass(head, grad, results)
     return results

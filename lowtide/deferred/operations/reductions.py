@@ -70,7 +70,9 @@ def _of_distribution(name: str, input: DeferredLogits, dim: Any, options: Any) -
     times a number. The loss is the cross-entropy that is smoothed over all classes alike. The
     second is as far off as the logsumexp, from which people subtract it to find H.
     """
-    if class_dim(input, dim) is None or torch.compiler.is_compiling():
+    dtype = options.get("dtype", input.dtype)
+    # torch casts what it adds, and rounds each number to an integer.
+    if class_dim(input, dim) is None or not dtype.is_floating_point or torch.compiler.is_compiling():
         return None
     node = input.checked()
     factor, factors = _factors(node)
@@ -78,7 +80,7 @@ def _of_distribution(name: str, input: DeferredLogits, dim: Any, options: Any) -
     if total is None:
         return None
     share = input.classes if name == "mean" else 1
-    return in_shape(total * (factor / share), input.rows).to(options.get("dtype", node.dtype))
+    return in_shape(total * (factor / share), input.rows).to(dtype)
 
 
 def _sum_of_product(factors: list[Node], call: HeadCall) -> Tensor | None:

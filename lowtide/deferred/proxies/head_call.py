@@ -1,7 +1,7 @@
 """Define what all logits of one call of the head share."""
 
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -14,32 +14,25 @@ from lowtide.deferred.proxies.autograd_functions import (
     running_forwards,
 )
 from lowtide.deferred.proxies.counts import Counts
-from lowtide.deferred.recorded import expression
 from lowtide.deferred.recorded.match_head import LinearHead
 from lowtide.ops.linear_cross_entropy import LogProbs
 
 
-class HeadPass:
+class HeadPass(NamedTuple):
     """Hold the results of a pass over the classes of a head, for operations that need others."""
 
-    def __init__(self, head: LinearHead, grad: bool, results: LogProbs) -> None:
-        self.head, self.grad, self.results = head, grad, results
-        self.versions = self._versions()
+    head: LinearHead
+    grad: bool
+    """True if gradients were on."""
+    results: LogProbs
+    """No code outside has them: it may change its own, hook or differentiate by them."""
 
     def serves(self, head: LinearHead, grad: bool) -> bool:
-        """Return whether a pass over this head now would give the same results."""
-        # Tensors of inference mode have no version that tells of a change in place.
-        versions = self._versions()
-        return (
-            self.head.is_same(head)
-            and self.grad == grad
-            and self.versions == versions
-            and None not in versions
-        )
+        """Return whether a pass over this head now would give the same results.
 
-    def _versions(self) -> list[int | None]:
-        tensors = (*self.results, *self.head.inputs, *self.head.weights)
-        return [expression.version(each) for each in tensors]
+        Whoever matched the head has checked that its tensors have not changed since its call.
+        """
+        return self.head.is_same(head) and self.grad == grad
 
 
 class HeadCall:
