@@ -41,6 +41,8 @@ ONE_PASS = {
     "capped": lambda z: of_probabilities(30 * torch.tanh(z / 30)),
     "mean": lambda z: (2 * z.softmax(-1) * z.log_softmax(-1)).mean(-1, keepdim=True).squeeze(-1),
     "another dtype": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1, dtype=torch.float32).double(),
+    "tensor": lambda z: of_logps(z * torch.tensor(1.3)),
+    "tensor, by logits": lambda z: of_probabilities(z / torch.tensor(0.7)),
     "with log-probabilities": with_log_probabilities,
     "selective": lambda z: picked(z.log_softmax(-1)) * z.logsumexp(-1),
 }
@@ -49,6 +51,9 @@ SMOOTHED = {
     "mean of log-probabilities": lambda z: (0.1 * torch.tanh(z / 3).log_softmax(-1)).mean(-1),
 }
 SEVERAL_PASSES = {
+    "two tensors": lambda z: (
+        (z * torch.tensor(1.3)).softmax(-1) * (z * torch.tensor(0.7)).log_softmax(-1)
+    ).sum(-1),
     "two temperatures": lambda z: (z.softmax(-1) * (z / 2).log_softmax(-1)).sum(-1),
     "three factors": lambda z: (z.softmax(-1) * z * z).sum(-1),
     "two heads' calls": lambda z: (z.softmax(-1) * z[:, :T].log_softmax(-1)).sum(-1),

@@ -28,11 +28,12 @@ def logsumexp(input: DeferredLogits, dim: Any, keepdim: bool = False) -> Any:
     place = class_dim(input, dim)
     if place is None:
         return NotImplemented
-    _, head = match_head(input.checked())
+    node = input.checked()
+    _, head = match_head(node)
     if head is None:
         (result,) = by_rows(input, 1, lambda z_CV: (z_CV.logsumexp(-1),), copies=2)
     else:
-        result = in_shape(one_pass(input.head_call, head).logsumexp.clone(), input.rows)
+        result = in_shape(one_pass(input.head_call, node, head).logsumexp.clone(), input.rows)
     result = counted(input, result)
     return result.unsqueeze(place) if keepdim else result
 
@@ -77,7 +78,7 @@ def _picked(node: Node, index: Tensor, call: HeadCall) -> Tensor | None:
         _, head = match_head(below)
         if head is None:
             return None
-        log_prob = one_pass(call, head, index).log_prob
+        log_prob = one_pass(call, below, head, index).log_prob
         return log_prob if node.name == "log_softmax" else log_prob.exp().to(node.dtype)
     if any(isinstance(each, (Linear, Apply)) for each in rest):
         return None
@@ -94,7 +95,7 @@ def _picked_logits(node: Node, index: Tensor, call: HeadCall) -> Tensor | None:
     _, head = match_head(node)
     if head is None or head.dtype not in HALVES:
         return None
-    found = one_pass(call, head, index)
+    found = one_pass(call, node, head, index)
     return found.log_prob + found.logsumexp
 
 
@@ -105,10 +106,11 @@ def log_probs(input: Any, target: Tensor) -> dispatch.LogProbs:
     head; this pass counts as a fused loss.
     """
     deferred = isinstance(input, DeferredLogits) and input.classes_last and input.known is None
-    head = match_head(input.checked())[1] if deferred else None
-    if head is not None:
+    node = input.checked() if deferred else None
+    head = None if node is None else match_head(node)[1]
+    if node is not None and head is not None:
         flat = target.reshape(head.inputs[0].shape[:-1])
-        results = one_pass(input.head_call, head, flat)
+        results = one_pass(input.head_call, node, head, flat)
         first = input.head_call.counts.on(results.log_prob, FUSED_LOSS)
         own = first, *(each.clone() for each in results[1:])
         return dispatch.LogProbs(*(in_shape(each, input.rows) for each in own))
@@ -128,21 +130,22 @@ def _log_probs_of_rows(z_V: Any, target: Tensor) -> Tensors:
     )
 
 
-def one_pass(call: HeadCall, head: LinearHead, target: Tensor | None = None) -> dispatch.LogProbs:
+def one_pass(call: HeadCall, node: Node, head: LinearHead, target: Tensor | None = None) -> dispatch.LogProbs:
     """Return the log-probability of the target, and all that a pass over the classes gives beside.
 
-    Without a target the log-probability is that of any class, and the last pass of this call of the
-    head may have found the rest. Then backward takes one pass for both. So all results but the
-    log-probability are shared, and only copies of them leave this package.
+    The head computes the node's logits. Without a target the log-probability is that of any class,
+    and the last pass of this call of the head may have found the rest. Then backward takes one pass
+    for both. So all results but the log-probability are shared, and only copies of them leave this
+    package.
     """
     # The two runs of a checkpoint have to save the same tensors.
     if torch.compiler.is_compiling() or in_transform(head.inputs[0]) or call.in_other_checkpoint:
         return _log_probs(head, _any_class(head) if target is None else target, call.workspace)
     last, grad = call.last_pass, torch.is_grad_enabled()
-    if target is None and last is not None and last.serves(head, grad):
+    if target is None and last is not None and last.serves(node, head, grad):
         return last.results
     results = _log_probs(head, _any_class(head) if target is None else target, call.workspace)
-    call.last_pass = HeadPass(head, grad, results)
+    call.last_pass = HeadPass(node, head, grad, results)
     return results
 
 

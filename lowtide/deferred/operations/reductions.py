@@ -89,10 +89,11 @@ def _sum_of_product(factors: list[Node], call: HeadCall) -> Tensor | None:
         head = match_head(factors[0].first)[1]  # type: ignore[union-attr]
         return None if head is None else -head.classes * smoothed_loss(call, head)
     for probabilities, other in (factors, factors[::-1]) if len(factors) == 2 else ():
-        head, is_log = _head_of_softmax(probabilities), _is(other, "log_softmax")
-        own = None if head is None else match_head(other.first if is_log else other)[1]  # type: ignore[union-attr]
-        if head is not None and own is not None and head.is_same(own):
-            found = one_pass(call, head)
+        below, is_log = _below_softmax(probabilities), _is(other, "log_softmax")
+        own: Node = other.first if is_log else other  # type: ignore[union-attr]
+        head = None if below is None else match_head(below)[1]
+        if below is not None and head is not None and (own is below or _is_of(head, own)):
+            found = one_pass(call, below, head)
             return -found.entropy if is_log else found.logsumexp - found.entropy
     return None
 
@@ -115,13 +116,19 @@ def _factors(node: Node) -> tuple[float, list[Node]]:
     return factor, nodes
 
 
-def _head_of_softmax(node: Node) -> LinearHead | None:
-    """Return the head of whose logits the node is the softmax; None if it is none."""
+def _below_softmax(node: Node) -> Node | None:
+    """Return the logits of which the node is the softmax; None if it is none."""
     if _is(node, "softmax"):
-        return match_head(node.first)[1]  # type: ignore[union-attr]
+        return node.first  # type: ignore[union-attr]
     if _is(node, "exp") and _is(node.first, "log_softmax"):  # type: ignore[union-attr]
-        return match_head(node.first.first)[1]  # type: ignore[union-attr]
+        return node.first.first  # type: ignore[union-attr]
     return None
+
+
+def _is_of(head: LinearHead, node: Node) -> bool:
+    """Return whether the node computes the head's logits."""
+    own = match_head(node)[1]
+    return own is not None and head.is_same(own)
 
 
 def _is(node: Node, name: str) -> bool:

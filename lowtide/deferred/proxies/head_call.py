@@ -14,6 +14,7 @@ from lowtide.deferred.proxies.autograd_functions import (
     running_forwards,
 )
 from lowtide.deferred.proxies.counts import Counts
+from lowtide.deferred.recorded.expression import Node
 from lowtide.deferred.recorded.match_head import LinearHead
 from lowtide.ops.linear_cross_entropy import LogProbs
 
@@ -21,18 +22,20 @@ from lowtide.ops.linear_cross_entropy import LogProbs
 class HeadPass(NamedTuple):
     """Hold the results of a pass over the classes of a head, for operations that need others."""
 
+    node: Node
     head: LinearHead
     grad: bool
     """True if gradients were on."""
     results: LogProbs
     """No code outside has them: it may change its own, hook or differentiate by them."""
 
-    def serves(self, head: LinearHead, grad: bool) -> bool:
-        """Return whether a pass over this head now would give the same results.
+    def serves(self, node: Node, head: LinearHead, grad: bool) -> bool:
+        """Return whether a pass over the node's head now would give the same results.
 
-        Whoever matched the head has checked that its tensors have not changed since its call.
+        Whoever matched the node has checked that its tensors have not changed since its call. A
+        node may be a head of new tensors each time (the scaled inputs of an adapter).
         """
-        return self.head.is_same(head) and self.grad == grad
+        return self.grad == grad and (self.node is node or self.head.is_same(head))
 
 
 class HeadCall:
