@@ -204,8 +204,8 @@ def defer_logits(
     name of torch or of another library is patched.
 
     Precision: that of the operators. Products are summed in float32, so half-precision logits are
-    not rounded, and their loss, logsumexp and picked log-probabilities are float32. Other results
-    have torch's dtypes, under the autocast that was on when the head was called.
+    not rounded, and their loss, logsumexp, sum of p z and picked log-probabilities are float32.
+    Other results have torch's dtypes, under the autocast that was on when the head was called.
 
     Memory: O(workspace), never N V. Hidden states and weight live as long as the logits do.
 

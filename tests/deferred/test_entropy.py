@@ -3,6 +3,8 @@
 Shapes: B sequences, T tokens, V classes.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,17 @@ import torch.nn.functional as F
 import lowtide
 from lowtide.deferred.operations import log_probs
 from lowtide.deferred.recorded import chunks
-from tests.deferred.helpers import B, T, V, check, make, plain_and_deferred, roundings
+from tests.deferred.helpers import (
+    B,
+    T,
+    V,
+    check,
+    differentiated,
+    make,
+    plain_and_deferred,
+    roundings,
+    within_eager,
+)
 from tests.ops.chunked_loss.helpers import close
 
 INDEX = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
@@ -160,6 +172,21 @@ def test_gradient_of_one_result_has_no_part_of_another():
 
     expected, found, _ = plain_and_deferred(model, use)
     close(found, expected, roundings=roundings(model, use, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_of_confident_tokens(dtype):
+    """Both terms are some hundreds and their difference is small, as is that of their gradients."""
+    model, tokens, _ = make(dtype=dtype)
+    with torch.no_grad():
+        model.lm_head.weight *= 300
+    exact = copy.deepcopy(model).double()
+    expected = differentiated(exact, of_probabilities(exact(tokens)[0]))
+    eager, found, deferral = plain_and_deferred(model, lambda model: of_probabilities(model(tokens)[0]))
+    assert deferral.materialized == {}
+    assert found[0].dtype == torch.float32
+    for ours, theirs, truth in zip(found, eager, expected):
+        within_eager(ours, theirs, truth, dtype)
 
 
 def test_sum_of_integers():

@@ -68,7 +68,8 @@ def _of_distribution(name: str, input: DeferredLogits, dim: Any, options: Any) -
         sum p log p = -H        sum p z = logsumexp(z) - H        sum log p = -V loss
 
     times a number. The loss is the cross-entropy that is smoothed over all classes alike. The
-    second is as far off as the logsumexp, from which people subtract it to find H.
+    second is as far off as the logsumexp, from which people subtract it to find H. So like the
+    logsumexp it is float32 for half-precision logits, and not rounded.
     """
     dtype = options.get("dtype", input.dtype)
     # torch casts what it adds, and rounds each number to an integer.
@@ -80,7 +81,9 @@ def _of_distribution(name: str, input: DeferredLogits, dim: Any, options: Any) -
     if total is None:
         return None
     share = input.classes if name == "mean" else 1
-    return in_shape(total * (factor / share), input.rows).to(dtype)
+    result = in_shape(total * (factor / share), input.rows)
+    of_logits = not any(_is(each, "log_softmax") for each in factors)
+    return result if of_logits and not options else result.to(dtype)
 
 
 def _sum_of_product(factors: list[Node], call: HeadCall) -> Tensor | None:
