@@ -3,6 +3,8 @@
 Shapes: B sequences, T tokens, V classes.
 """
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,6 +118,37 @@ def test_divergence_without_the_students_logits(name, in_training):
     size = 4 * B * T * torch.tensor(V).log()  # of the cross-entropy and the entropy, times T^2
     assert abs(found[0] - expected[0]) <= 4 * torch.finfo(torch.float64).eps * size
     assert (deferral.fused, deferral.materialized) == (1, {})
+
+
+@pytest.mark.parametrize("teacher_is", ["deferred", "real"])
+@pytest.mark.parametrize("how", ["no_grad", "detach"])
+def test_divergence_without_gradients(how, teacher_is):
+    student, teacher, tokens = heads()
+    teacher.train(teacher_is == "deferred")
+
+    def found():
+        s, t = student(tokens)[0], teacher(tokens)[0]
+        log_q = s.log_softmax(-1).detach() if how == "detach" else s.log_softmax(-1)
+        return F.kl_div(log_q, t.softmax(-1), reduction="batchmean")
+
+    with torch.no_grad() if how == "no_grad" else contextlib.nullcontext():
+        expected = found()
+        with lowtide.defer_logits(student) as deferral, lowtide.defer_logits(teacher):
+            divergence = found()
+    assert not divergence.requires_grad
+    assert deferral.materialized == {}
+    torch.testing.assert_close(divergence, expected)
+
+
+def test_divergence_of_one_row():
+    student, teacher, tokens = heads()
+    use = lambda s, t: F.kl_div(s[0, 0].log_softmax(-1), t[0, 0].softmax(-1), reduction="sum")  # noqa: E731
+    expected = found_by(use, student, teacher, tokens)
+    for in_training in (True, False):
+        teacher.train(in_training)
+        with lowtide.defer_logits(student) as deferral, lowtide.defer_logits(teacher):
+            close(found_by(use, student, teacher, tokens), expected, roundings=40)
+        assert deferral.materialized == {}
 
 
 def test_real_student_beside_a_deferred_teacher():

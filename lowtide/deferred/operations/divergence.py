@@ -15,7 +15,7 @@ from lowtide.deferred.operations.row_values import counted
 from lowtide.deferred.proxies.handlers import handles
 from lowtide.deferred.proxies.logits import DeferredLogits
 from lowtide.deferred.recorded import expression
-from lowtide.deferred.recorded.expression import Apply, Node
+from lowtide.deferred.recorded.expression import Node, below
 from lowtide.deferred.recorded.match_head import LinearHead, match_head
 from lowtide.ops.distillation import forward_kl
 
@@ -47,20 +47,23 @@ def kl_div(
         return NotImplemented
     known = isinstance(target, Tensor | DeferredLogits) and target.shape == input.shape
     node = input.checked()
-    if not known or target.requires_grad or not input.classes_last or not _is(node, "log_softmax"):
+    attached = _attached(node)
+    logits = below(attached, "log_softmax")
+    if not known or target.requires_grad or not input.classes_last or logits is None:
         return NotImplemented
-    total = _of_heads(input, target, log_target)
-    if total is None:
-        total = _of_probabilities(input, target, log_target)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and attached is node):
+        total = _of_heads(input, logits, target, log_target)
+        if total is None:
+            total = _of_probabilities(input, logits, target, log_target)
     return total if total is NotImplemented else (total / divisors[reduction]).to(input.dtype)
 
 
-def _of_heads(input: DeferredLogits, target: Any, log_target: bool) -> Tensor | None:
+def _of_heads(input: DeferredLogits, logits: Node, target: Any, log_target: bool) -> Tensor | None:
     """Return the sum over all rows by the operator of distillation; None if it does not apply."""
     if not isinstance(target, DeferredLogits) or target.known is not None or not target.classes_last:
         return None
-    student = _head(input.checked(), "log_softmax")
-    teacher = _head(target.checked(), "log_softmax" if log_target else "softmax")
+    of_teacher = below(_attached(target.checked()), "log_softmax" if log_target else "softmax")
+    student, teacher = _head(logits), None if of_teacher is None else _head(of_teacher)
     if student is None or teacher is None or not _agree(student, teacher):
         return None
     options = _options("student", student) | _options("teacher", teacher)
@@ -71,15 +74,14 @@ def _of_heads(input: DeferredLogits, target: Any, log_target: bool) -> Tensor | 
     return counted(input, total)
 
 
-def _of_probabilities(input: DeferredLogits, target: Any, log_target: bool) -> Any:
+def _of_probabilities(input: DeferredLogits, logits: Node, target: Any, log_target: bool) -> Any:
     """Return the sum over all rows, given the teacher's real probabilities or their logarithms."""
     if isinstance(target, DeferredLogits):
         target = target.real("torch.kl_div")
-    below = input.checked().first  # type: ignore[union-attr]
-    meta = torch.empty(input.shape, dtype=below.dtype, device="meta")
-    p_NV = (target.exp() if log_target else target).flatten(0, -2)
-    logits = input.like(below, meta, copied=True).flatten(0, -2)
-    loss = cross_entropy("cross_entropy", logits, p_NV, reduction="sum")
+    meta = torch.empty(input.shape, dtype=logits.dtype, device="meta")
+    p_NV = (target.exp() if log_target else target).reshape(-1, input.classes)
+    z_NV = input.like(logits, meta, copied=True).reshape(-1, input.classes)
+    loss = cross_entropy("cross_entropy", z_NV, p_NV, reduction="sum")
     if loss is NotImplemented:
         return loss
     rows = max(1, PART // (p_NV.shape[1] * p_NV.element_size()))
@@ -87,16 +89,17 @@ def _of_probabilities(input: DeferredLogits, target: Any, log_target: bool) -> A
     return loss - functools.reduce(torch.add, parts)
 
 
-def _head(node: Node, name: str) -> LinearHead | None:
-    """Return the head of whose logits the node is a softmax of this name, as one product."""
-    while _is(node, "detach"):
-        node = node.first  # type: ignore[union-attr]
-    head = match_head(node.first)[1] if _is(node, name) else None  # type: ignore[union-attr]
+def _attached(node: Node) -> Node:
+    """Return the node before it was detached."""
+    while (first := below(node, "detach")) is not None:
+        node = first
+    return node
+
+
+def _head(logits: Node) -> LinearHead | None:
+    """Return the head of these logits, if it is one product that is not divided over ranks."""
+    head = match_head(logits)[1]
     return None if head is None or len(head.weights) > 1 or is_dtensor(head.weights[0]) else head
-
-
-def _is(node: Node, name: str) -> bool:
-    return isinstance(node, Apply) and node.name == name
 
 
 def _agree(student: LinearHead, teacher: LinearHead) -> bool:
@@ -114,7 +117,7 @@ def _temperature(head: LinearHead) -> float:
 
 
 def _operands(head: LinearHead) -> tuple[Tensor, Tensor]:
-    return head.inputs[0].flatten(0, -2), head.weights[0]
+    return head.inputs[0].reshape(-1, head.inputs[0].shape[-1]), head.weights[0]
 
 
 def _options(name: str, head: LinearHead) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lowtide.deferred.operations.row_values import by_rows, class_dim, counted, 
 from lowtide.deferred.proxies.handlers import handles
 from lowtide.deferred.proxies.head_call import HeadCall
 from lowtide.deferred.proxies.logits import DeferredLogits
-from lowtide.deferred.recorded.expression import Apply, Linear, Node
+from lowtide.deferred.recorded.expression import Apply, Linear, Node, below
 from lowtide.deferred.recorded.match_head import LinearHead, match_head
 
 
@@ -82,30 +82,29 @@ def _of_distribution(name: str, input: DeferredLogits, dim: Any, options: Any) -
         return None
     share = input.classes if name == "mean" else 1
     result = in_shape(total * (factor / share), input.rows)
-    of_logits = not any(_is(each, "log_softmax") for each in factors)
+    of_logits = all(below(each, "log_softmax") is None for each in factors)
     return result if of_logits and not options else result.to(dtype)
 
 
 def _sum_of_product(factors: list[Node], call: HeadCall) -> Tensor | None:
     """Return the sum over the classes of a product of these nodes, if the operators have it."""
-    if len(factors) == 1 and _is(factors[0], "log_softmax"):
-        head = match_head(factors[0].first)[1]  # type: ignore[union-attr]
+    if len(factors) == 1 and (logits := below(factors[0], "log_softmax")) is not None:
+        head = match_head(logits)[1]
         return None if head is None else -head.classes * smoothed_loss(call, head)
     for probabilities, other in (factors, factors[::-1]) if len(factors) == 2 else ():
-        below, is_log = _below_softmax(probabilities), _is(other, "log_softmax")
-        own: Node = other.first if is_log else other  # type: ignore[union-attr]
-        head = None if below is None else match_head(below)[1]
-        if below is not None and head is not None and (own is below or _is_of(head, own)):
-            found = one_pass(call, below, head)
-            return -found.entropy if is_log else found.logsumexp - found.entropy
+        logits, of_log = _below_softmax(probabilities), below(other, "log_softmax")
+        own = other if of_log is None else of_log
+        head = None if logits is None else match_head(logits)[1]
+        if logits is not None and head is not None and (own is logits or _is_of(head, own)):
+            found = one_pass(call, logits, head)
+            return found.logsumexp - found.entropy if of_log is None else -found.entropy
     return None
 
 
 def _factors(node: Node) -> tuple[float, list[Node]]:
     """Return a number and nodes of which the node is the product; logits are not divided."""
-    if not (_is(node, "mul") or _is(node, "neg")) or match_head(node)[1] is not None:
+    if isinstance(node, Linear) or node.name not in ("mul", "neg") or match_head(node)[1] is not None:
         return 1.0, [node]
-    assert isinstance(node, Apply)
     factor = -1.0 if node.name == "neg" else 1.0
     nodes: list[Node] = []
     for each in node.operands:
@@ -121,18 +120,11 @@ def _factors(node: Node) -> tuple[float, list[Node]]:
 
 def _below_softmax(node: Node) -> Node | None:
     """Return the logits of which the node is the softmax; None if it is none."""
-    if _is(node, "softmax"):
-        return node.first  # type: ignore[union-attr]
-    if _is(node, "exp") and _is(node.first, "log_softmax"):  # type: ignore[union-attr]
-        return node.first.first  # type: ignore[union-attr]
-    return None
+    of_exp = below(node, "exp")
+    return below(node, "softmax") if of_exp is None else below(of_exp, "log_softmax")
 
 
 def _is_of(head: LinearHead, node: Node) -> bool:
     """Return whether the node computes the head's logits."""
     own = match_head(node)[1]
     return own is not None and head.is_same(own)
-
-
-def _is(node: Node, name: str) -> bool:
-    return isinstance(node, Apply) and node.name == name

@@ -214,6 +214,11 @@ def requires_grad(node: Node) -> bool:
     return fold(node, does)
 
 
+def below(node: Node, name: str) -> Node | None:
+    """Return the first operand of an operation of this name; None of any other node."""
+    return node.first if isinstance(node, Apply) and node.name == name else None
+
+
 def mixes_classes(node: Node) -> bool:
     return any(isinstance(each, Apply) and each.name in MIX_CLASSES for each in every(node))
 
