@@ -140,6 +140,25 @@ def test_divergence_without_gradients(how, teacher_is):
     torch.testing.assert_close(divergence, expected)
 
 
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("teacher_is", ["deferred", "real"])
+def test_divergence_has_the_wider_dtype(dtypes, teacher_is):
+    student, teacher, tokens = heads(torch.float32)
+    of_student, of_teacher = (getattr(torch, each) for each in dtypes)
+    use = lambda s, t: F.kl_div(  # noqa: E731
+        s.to(of_student).log_softmax(-1), t.to(of_teacher).softmax(-1), reduction="sum"
+    )
+    expected = found_by(use, student, teacher, tokens)
+    teacher.train(teacher_is == "deferred")
+    with lowtide.defer_logits(student) as deferral, lowtide.defer_logits(teacher):
+        found = found_by(use, student, teacher, tokens)
+    assert found[0].dtype == expected[0].dtype
+    for got, wanted in zip(found, expected):
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-2)
+    assert deferral.materialized == {}
+
+
 def test_divergence_of_one_row():
     student, teacher, tokens = heads()
     use = lambda s, t: F.kl_div(s[0, 0].log_softmax(-1), t[0, 0].softmax(-1), reduction="sum")  # noqa: E731

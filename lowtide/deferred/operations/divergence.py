@@ -55,7 +55,9 @@ def kl_div(
         total = _of_heads(input, logits, target, log_target)
         if total is None:
             total = _of_probabilities(input, logits, target, log_target)
-    return total if total is NotImplemented else (total / divisors[reduction]).to(input.dtype)
+    if total is NotImplemented:
+        return total
+    return (total / divisors[reduction]).to(torch.promote_types(input.dtype, target.dtype))
 
 
 def _of_heads(input: DeferredLogits, logits: Node, target: Any, log_target: bool) -> Tensor | None:
