@@ -221,9 +221,9 @@ def fp16_exponents_of_rows(rows: int, room: int = 0) -> tuple[int, int]:
 
 
 def fp16_headroom_of_operand(input: Tensor, below: int = 0, ignored: Tensor | None = None) -> int | Tensor:
-    """Return the exponent that `split_factor` takes for the dW of a single GEMM.
+    """Return the exponent that `power_and_rest` takes for the dW of a single GEMM.
 
-    Multiplied by what is applied then, the rows of the input are below 2^below.
+    Multiplied by this power, the rows of the input are below 2^below.
     """
     return frexp(_largest(input, ignored))[1] - below if input.numel() else 0
 

@@ -69,7 +69,7 @@ def test_sum_of_a_float16_gradient_is_kept_near_1(device, largest, factor):
 
 
 def test_sum_of_no_numbers(device):
-    """Of a head without features."""
+    """A head without features has no largest number, and its gradients are empty."""
     factor = torch.tensor(1 / 3, device=device)
     dx = PendingGradient(torch.empty(5, 0, dtype=torch.float16, device=device), unsplit=factor)
     dx.split_by(torch.empty(5, 0, device=device))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import lowtide
 from lowtide.deferred import RealLogitsWarning
-from lowtide.deferred.recorded import chunks
+from lowtide.deferred.recorded import chunks, expression
 from tests.deferred.helpers import B, T, V, differentiated, make, within_eager
 from tests.ops.chunked_loss.helpers import close
 
@@ -157,6 +157,21 @@ def test_divergence_has_the_wider_dtype(dtypes, teacher_is):
     for got, wanted in zip(found, expected):
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-2)
     assert deferral.materialized == {}
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+@pytest.mark.parametrize("divided", ["is_sharded", "data_mesh"])
+def test_divided_head_has_real_logits(monkeypatch, divided):
+    """No operator takes class probabilities of a head that is divided over ranks."""
+    student, teacher, tokens = heads()
+    use = FUSED["batchmean"]
+    expected = found_by(use, student, teacher, tokens)
+    monkeypatch.setattr(expression, divided, lambda node: True)
+    monkeypatch.setattr(expression, "with_whole_weights", lambda node: node)
+    with lowtide.defer_logits(student) as deferral:
+        found = found_by(use, student, teacher, tokens)
+    close(found, expected)
+    assert deferral.materialized == {"torch.kl_div": 1}
 
 
 def test_divergence_of_one_row():

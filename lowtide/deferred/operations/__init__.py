@@ -8,7 +8,7 @@ Modules, in import order (a module imports only from those above it):
 * log_probs: log-probabilities, logsumexp and picked logits, by the fused operator.
 * reductions: argmax, sums and means over the classes, and entropies by the fused operator.
 * loss: the cross-entropy, by the fused operator or a chunk of rows at a time.
-* divergence: the KL divergence of two heads, by the operator of distillation.
+* divergence: torch's kl_div, by the operator of distillation or as a cross-entropy.
 """
 
 from lowtide.deferred.operations import (

@@ -51,6 +51,10 @@ def kl_div(
     logits = below(attached, "log_softmax")
     if not known or target.requires_grad or not input.classes_last or logits is None:
         return NotImplemented
+    # A divided head takes no class probabilities, and the sum of one over data-parallel ranks would
+    # be that of all ranks' tokens.
+    if expression.is_sharded(node) or expression.data_mesh(node) is not None:
+        return NotImplemented
     with torch.set_grad_enabled(torch.is_grad_enabled() and attached is node):
         total = _of_heads(input, logits, target, log_target)
         if total is None:

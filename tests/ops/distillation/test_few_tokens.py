@@ -18,6 +18,7 @@ from lowtide.ops.distillation.heads import DistillationOptions, Heads
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
 from tests.ops.distillation.helpers import DIVERGENCES, REDUCTIONS, dense, fused, make_inputs
 from tests.support.loss import interpreted
+from tests.support.operators import product_of_a_card
 
 BF16, FP16 = torch.bfloat16, torch.float16
 ROOM = 1 << 24  # for a single product; by default so small a call has no more than the dense one holds
@@ -44,15 +45,8 @@ def as_on_a_card(device, monkeypatch):
     monkeypatch.setattr(heads_module, "uses_units", lambda dtype, *_: dtype in (BF16, FP16))
     monkeypatch.setattr(planner, "_check_products", lambda *_: None)
 
-    def product(out, a, b, *, add=False, scale=1.0):
-        found = a.float() @ b.float()
-        if out.dtype == FP16:  # cuBLAS may add up parts of a sum in float16, before it is scaled
-            assert found.abs().amax() <= 2**15
-        found *= scale
-        out.copy_(out + found if add else found)
-
     for module in (matmul, engine, in_torch):
-        monkeypatch.setattr(module, "product", product)
+        monkeypatch.setattr(module, "product", product_of_a_card)
 
 
 def plan_of(N, D, V, *, dtype=BF16, workspace=None, device="cuda", ignored=False):

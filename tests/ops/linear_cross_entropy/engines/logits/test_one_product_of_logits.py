@@ -9,8 +9,6 @@ Shapes: N tokens, D features, V classes.
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 import lowtide
 from lowtide.core import matmul
@@ -21,6 +19,7 @@ from lowtide.ops.linear_cross_entropy.operator import planner
 from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import operands, requirements
 from tests.support.loss import interpreted, make_inputs, planned
+from tests.support.operators import check_operator_and_fake
 
 pytest.importorskip("triton")
 
@@ -210,11 +209,4 @@ def test_memory_matches_plan(device):
 
 def test_operator_and_its_fake_agree(device):
     inputs = make_inputs(24, 32, 144, dtype=torch.bfloat16, device=device)
-    x = inputs.input.detach().reshape(24, 32)
-    options = planned(inputs, ROOM, backend="triton").options
-    labels = Labels(inputs.target.flatten())
-    call = [[x], [inputs.linear_weight.detach()], None, None, *labels, (True, True, False, False), *options]
-    real = torch.ops.lowtide.linear_cross_entropy(*call)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = torch.ops.lowtide.linear_cross_entropy(*tree_map_only(torch.Tensor, mode.from_tensor, call))
-    assert [(each.shape, each.dtype) for each in real] == [(each.shape, each.dtype) for each in fake]
+    check_operator_and_fake(inputs, planned(inputs, ROOM, backend="triton").options)

@@ -8,13 +8,10 @@ Shapes: N tokens, D features, V classes.
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 import lowtide
 from lowtide.core import matmul
 from lowtide.memory import peak_memory
-from lowtide.ops.linear_cross_entropy.definition.head import Labels
 from lowtide.ops.linear_cross_entropy.engines import engine
 from lowtide.ops.linear_cross_entropy.engines.logits import spec
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
@@ -25,6 +22,7 @@ from tests.ops.linear_cross_entropy.engines.logits.test_one_product_of_logits im
     relative,
 )
 from tests.support.loss import interpreted, make_inputs, planned, workspace_for
+from tests.support.operators import check_operator_and_fake, product_of_a_card
 
 pytest.importorskip("triton")
 
@@ -43,15 +41,8 @@ def as_on_a_card(device, monkeypatch):
         pytest.skip("needs Triton's interpreter")
     monkeypatch.setattr(operands, "_dtype", lambda head, options: options.compute_dtype)
 
-    def product(out, a, b, *, add=False, scale=1.0):
-        found = a.float() @ b.float()
-        if out.dtype == FP16:  # cuBLAS may add up parts of a sum in float16, before it is scaled
-            assert found.abs().amax() <= 2**15
-        found *= scale
-        out.copy_(out + found if add else found)
-
     for module in (matmul, engine, in_torch):
-        monkeypatch.setattr(module, "product", product)
+        monkeypatch.setattr(module, "product", product_of_a_card)
 
 
 # G, dW, and X where the factor is no power of two are rounded to float16, each by 2^-12 at most.
@@ -281,11 +272,4 @@ def test_workspace_kept(device, reduction, chunks):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_operator_and_its_fake_agree(device, reduction):
     inputs = make_inputs(24, 32, 144, dtype=FP16, device=device)
-    x = inputs.input.detach().reshape(24, 32)
-    options = planned(inputs, ROOM, backend="triton", reduction=reduction).options
-    labels = Labels(inputs.target.flatten())
-    call = [[x], [inputs.linear_weight.detach()], None, None, *labels, (True, True, False, False), *options]
-    real = torch.ops.lowtide.linear_cross_entropy(*call)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = torch.ops.lowtide.linear_cross_entropy(*tree_map_only(torch.Tensor, mode.from_tensor, call))
-    assert [(each.shape, each.dtype) for each in real] == [(each.shape, each.dtype) for each in fake]
+    check_operator_and_fake(inputs, planned(inputs, ROOM, backend="triton", reduction=reduction).options)
