@@ -217,8 +217,10 @@ def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
 
 
 def _in_a_line(problem: BaseException) -> str:
-    """Return the reason of an error in one line; for a failed check of a config, its cause."""
-    reason = problem.__cause__ or problem
+    """Return the reason of an error in one line: its first cause, as of an import that failed."""
+    reason = problem
+    while reason.__cause__ is not None:
+        reason = reason.__cause__
     words = (
         str(reason) if isinstance(reason, (TypeError, ValueError)) else f"{type(reason).__name__}: {reason}"
     )

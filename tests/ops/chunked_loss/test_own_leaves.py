@@ -1,5 +1,6 @@
 """Leaves that head or loss_fn make to differentiate by them: forces, gradient penalties."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -72,6 +73,23 @@ def test_leaf_in_a_cycle(device, mode):
     head, *rows = make(device, keep=cycle)
     chunked_loss(loss_fn, head, *rows, chunk_size=4, mode=mode).backward()
     assert all(each.grad is not None for each in head.net[0].parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_leaf_in_another_thread(device, mode):
+    """A thread of autograd may hold the last node of a chunk, and so its leaf, for a moment."""
+    threads = []
+
+    def hold(own):
+        threads.append(threading.Timer(0.02, [own].clear))
+        threads[-1].start()
+
+    head, *rows = make(device, keep=hold)
+    chunked_loss(loss_fn, head, *rows, chunk_size=4, mode=mode).backward()
+    assert all(each.grad is not None for each in head.net[0].parameters())
+    assert len(threads) >= 3
+    for thread in threads:
+        thread.join()
 
 
 @pytest.mark.parametrize("mode", MODES)
