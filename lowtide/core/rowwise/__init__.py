@@ -2,5 +2,4 @@
 
 variables       new variables, and products with the Jacobian by them
 row_function    the functions, and their derivatives
-uncompiled      their evaluation, hidden from torch.compile
 """

@@ -55,11 +55,7 @@ class RowFunction:
     """Number of outputs that are not differentiated; they come last."""
 
     def __call__(self, *tensors: Tensor) -> Tensors:
-        if torch.compiler.is_compiling():
-            from lowtide.core.rowwise.uncompiled import evaluate_rows
-
-            return evaluate_rows(self, tensors)
-        return evaluate(self, tensors)
+        return _evaluate(self, tensors)
 
     def run(self, *tensors: Tensor) -> Tensors:
         """Compute the outputs: the results of rows, then the sums, then the constants."""
@@ -250,8 +246,12 @@ class _Apply(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-@torch_private.no_frame_compiled
-def evaluate(rowwise: RowFunction, tensors: Tensors) -> Tensors:
+@torch_private.never_compiled(
+    "lowtide computes gradients of class probabilities and class weights, derivatives of higher order "
+    "and functions of deferred logits chunk by chunk, eagerly: compile the step without fullgraph=True, or "
+    "detach what needs no gradient"
+)
+def _evaluate(rowwise: RowFunction, tensors: Tensors) -> Tensors:
     """Compute the function, for a batch of is_grads_batched=True one element after the other.
 
     Autograd gives such a batch no graph in an autograd function, but its elements have one.

@@ -19,7 +19,6 @@ Modules, in the order of imports (each imports only those above it):
     autograd.py      the autograd functions of the two modes
     chunk_size.py    how many rows fit a workspace
     execute.py       run a call whose arguments are checked
-    uncompiled.py    execute.run and the backward, hidden from torch.compile
     api.py           the public function; its docstring is the contract
 """
 

@@ -1,11 +1,9 @@
 """Provide the public function of the chunked loss. Its docstring is the contract."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
 
 from lowtide.core.errors import advises
@@ -227,10 +225,8 @@ def chunked_loss(
     if head is None:
         validation.check_options(loss_fn, callable, chunk_size, workspace, mode)
         return functools.wraps(loss_fn)(functools.partial(chunked_loss, loss_fn, **options))
-    if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
-        from lowtide.ops.chunked_loss.uncompiled import run
-    else:
-        from lowtide.ops.chunked_loss.execute import run
+    from lowtide.ops.chunked_loss.execute import run
+
     validation.check_options(loss_fn, head, chunk_size, workspace, mode)
     parts = hidden if isinstance(hidden, tuple) else (hidden,)
     leading = validation.check_rows(parts, token_tensors)

@@ -35,6 +35,11 @@ from lowtide.ops.chunked_loss.loop import loss_alone, loss_and_gradients, recomp
 
 Gradients = tuple[Tensor | None, ...]
 
+EAGERLY = (
+    "chunked_loss runs its chunks eagerly: compile the step without fullgraph=True, so that the code "
+    "before and after it is compiled, or compile head"
+)
+
 
 class GradientInForward(torch.autograd.Function):
     """Compute the gradients in forward, and scale them in backward."""
@@ -50,15 +55,8 @@ class GradientInForward(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @torch_private.never_compiled(EAGERLY)
     def backward(ctx: Any, grad_output: Tensor | None) -> Gradients:  # type: ignore[override]
-        if torch.compiler.is_compiling():
-            from lowtide.ops.chunked_loss.uncompiled import scaled_gradients
-
-            return scaled_gradients(ctx, grad_output)  # type: ignore[no-any-return]
-        return GradientInForward.gradients(ctx, grad_output)
-
-    @staticmethod
-    def gradients(ctx: Any, grad_output: Tensor | None) -> Gradients:
         job, needed = ctx.job, ctx.needs_input_grad[1:]
         if grad_output is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -87,15 +85,8 @@ class Recompute(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @torch_private.never_compiled(EAGERLY)
     def backward(ctx: Any, grad_output: Tensor | None) -> Gradients:  # type: ignore[override]
-        if torch.compiler.is_compiling():
-            from lowtide.ops.chunked_loss.uncompiled import recomputed_gradients as uncompiled
-
-            return uncompiled(ctx, grad_output)  # type: ignore[no-any-return]
-        return Recompute.gradients(ctx, grad_output)
-
-    @staticmethod
-    def gradients(ctx: Any, grad_output: Tensor | None) -> Gradients:
         job, needed = ctx.job, ctx.needs_input_grad[1:]
         if grad_output is None:
             return (None,) * len(ctx.needs_input_grad)
