@@ -11,7 +11,7 @@ A call takes one of four ways. A problem is one head of one batch.
 Except in small problems, a bias with more than one row and column needs stored gradients, unless
 one of two kernels writes its gradient. In half precision the kernel of dq does so for a bias that
 neither batches nor heads share. For some shared biases of short problems, a separate kernel
-recomputes the scores; in half precision it also is_transposed the bias for the kernel of dk and dv.
+recomputes the scores; in half precision it also transposes the bias for the kernel of dk and dv.
 
 Shapes: B batches; H query heads, G key heads, R = H / G; M queries, N keys; K features of queries
 and keys, E of values. dq, dk and dv are the gradients of query, key and value; dz is the gradient
