@@ -9,15 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lowtide.cli.shared.errors import Commands
-from lowtide.cli.shared.parameters import (
-    Argument,
-    Autocast,
-    Bias,
-    DType,
-    Reduction,
-    Softcap,
-    refuse_given,
-)
+from lowtide.cli.shared.parameters import Argument, Autocast, Bias, DType, Reduction, Softcap, refuse_given
 from lowtide.cli.shared.parameters import workspace as workspace_option
 from lowtide.tools.doctor import attention as of_attention
 from lowtide.tools.doctor import linear_cross_entropy as of_loss

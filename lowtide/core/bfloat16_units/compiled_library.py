@@ -23,9 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.core.bfloat16_units.private_directory import (
-    open_private_directory,
-)
+from lowtide.core.bfloat16_units.private_directory import open_private_directory
 
 TIMEOUT = 120  # seconds per compiler command
 BUILD = "build_"

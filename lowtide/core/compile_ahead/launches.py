@@ -23,12 +23,7 @@ from triton.runtime import driver
 
 from lowtide.core.compile_ahead.launchers import load_apart
 from lowtide.core.compile_ahead.notes import note, noting
-from lowtide.core.compile_ahead.placeholders import (
-    ALIGNMENT,
-    WithoutMemory,
-    map_tensors,
-    placeholder_of,
-)
+from lowtide.core.compile_ahead.placeholders import ALIGNMENT, WithoutMemory, map_tensors, placeholder_of
 
 Result = TypeVar("Result")
 

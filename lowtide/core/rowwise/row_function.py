@@ -104,11 +104,7 @@ class Rowwise(RowFunction):
     """Evaluate a pure function of torch operations and its derivatives, chunk by chunk."""
 
     def __init__(
-        self,
-        function: Callable[[Tensors, Tensors], Both],
-        cut: int,
-        results: int,
-        chunk: int,
+        self, function: Callable[[Tensors, Tensors], Both], cut: int, results: int, chunk: int
     ) -> None:
         """Hold the function and how its arguments are cut.
 

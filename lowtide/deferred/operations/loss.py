@@ -136,12 +136,7 @@ def _loss(
         return _undivided(input, head, target, options)
 
 
-def _undivided(
-    input: DeferredLogits,
-    head: LinearHead,
-    target: Tensor,
-    options: dict[str, Any],
-) -> Tensor:
+def _undivided(input: DeferredLogits, head: LinearHead, target: Tensor, options: dict[str, Any]) -> Tensor:
     """Return the loss of a head that is not divided over ranks.
 
     A mean or sum forms the gradients in forward, and holds the head's until backward. Losses of

@@ -15,13 +15,7 @@ from torch import Tensor
 from lowtide.core.autodiff import in_shape, in_transform
 from lowtide.core.torch_private import breaks_old_graphs
 from lowtide.ops.linear_cross_entropy.definition import reference
-from lowtide.ops.linear_cross_entropy.definition.head import (
-    Arguments,
-    Head,
-    Labels,
-    Options,
-    scale_of,
-)
+from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Head, Labels, Options, scale_of
 from lowtide.ops.linear_cross_entropy.definition.validation import (
     check_arguments,
     check_log_probs,

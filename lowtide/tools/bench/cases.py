@@ -73,11 +73,7 @@ class LossCase:
         """Return what tells lowtide that the classes are divided."""
         if self.ranks == 1:
             return {}
-        return {
-            "group": dist.group.WORLD,
-            "first_class": self.own_classes.start,
-            "num_classes": self.classes,
-        }
+        return {"group": dist.group.WORLD, "first_class": self.own_classes.start, "num_classes": self.classes}
 
     def inputs(self, requires_grad: bool) -> Inputs:
         """Return hidden states, head and targets, equal in every run; logits have unit variance.

@@ -121,13 +121,7 @@ def _up(case: LossCase, given: dict[str, Tensor]) -> Tensor:
 
 
 def _lora(
-    input_ND: Tensor,
-    weight_VD: Tensor,
-    target_N: Tensor,
-    *,
-    down_RD: Tensor,
-    up_VR: Tensor,
-    **arguments: Any,
+    input_ND: Tensor, weight_VD: Tensor, target_N: Tensor, *, down_RD: Tensor, up_VR: Tensor, **arguments: Any
 ) -> tuple[Tensor, ...]:
     terms = (input_ND, input_ND @ down_RD.T), (weight_VD, up_VR)
     return (dispatch.cross_entropy(*terms, target_N, **arguments),)

@@ -28,14 +28,7 @@ class Collective(NamedTuple):
 
 
 def collectives(
-    plan: Plan,
-    *,
-    tokens: int,
-    rank_tokens: int,
-    features: int,
-    chunk: int,
-    row_factors: int,
-    compared: int,
+    plan: Plan, *, tokens: int, rank_tokens: int, features: int, chunk: int, row_factors: int, compared: int
 ) -> list[Collective]:
     """Return the collectives of a call and, if it has gradients, of its backward.
 

@@ -6,12 +6,7 @@ import shlex
 import torch
 
 from lowtide.core.bfloat16_units import gemm
-from lowtide.core.bfloat16_units.compiled_library import (
-    NoCompilerError,
-    NotLoadedError,
-    find_compiler,
-    run,
-)
+from lowtide.core.bfloat16_units.compiled_library import NoCompilerError, NotLoadedError, find_compiler, run
 
 UNITS = {"AVX512-BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
 

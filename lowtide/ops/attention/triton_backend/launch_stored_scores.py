@@ -18,12 +18,7 @@ from lowtide.ops.attention.triton_backend.kernels.stored_scores import (
     query_of_scores_kernel,
     scores_kernel,
 )
-from lowtide.ops.attention.triton_backend.launch import (
-    KernelCall,
-    Strides,
-    broadcast_strides,
-    strides_of,
-)
+from lowtide.ops.attention.triton_backend.launch import KernelCall, Strides, broadcast_strides, strides_of
 from lowtide.ops.attention.triton_backend.strips import Stored, Strip
 
 

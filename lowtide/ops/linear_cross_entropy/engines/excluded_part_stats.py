@@ -81,11 +81,7 @@ def begin_merge(
 
 
 def pack(
-    part: ExcludedTargetStats,
-    logit_C: Tensor,
-    row: RowCoefs,
-    first_class: int,
-    smooth_logit_C: Tensor | None,
+    part: ExcludedTargetStats, logit_C: Tensor, row: RowCoefs, first_class: int, smooth_logit_C: Tensor | None
 ) -> Tensor:  # [K, C]
     """Return the numbers of each row that this rank sends."""
     own_C = row.target_N >= 0
@@ -111,11 +107,7 @@ def pack(
 
 
 def merge(
-    out: ExcludedTargetStats,
-    parts_PKC: Tensor,
-    own_KC: Tensor,
-    row: RowCoefs,
-    total_weight: Tensor | int,
+    out: ExcludedTargetStats, parts_PKC: Tensor, own_KC: Tensor, row: RowCoefs, total_weight: Tensor | int
 ) -> Tensor:  # [C]
     """Write the statistics of all classes to `out`, and return exp(r_p - r) of this rank."""
     reference_PC, sum_PC, logit_PC, *more = parts_PKC.unbind(1)

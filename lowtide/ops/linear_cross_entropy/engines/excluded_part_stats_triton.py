@@ -111,11 +111,7 @@ def first_references(logit_C: Tensor, sampled_C: Tensor, row: RowCoefs) -> Tenso
 
 
 def pack(
-    part: ExcludedTargetStats,
-    logit_C: Tensor,
-    row: RowCoefs,
-    first_class: int,
-    smooth_logit_C: Tensor | None,
+    part: ExcludedTargetStats, logit_C: Tensor, row: RowCoefs, first_class: int, smooth_logit_C: Tensor | None
 ) -> Tensor:
     C = logit_C.shape[0]
     own_KC = logit_C.new_empty(3 if smooth_logit_C is None else 4, C)
@@ -127,11 +123,7 @@ def pack(
 
 
 def merge(
-    out: ExcludedTargetStats,
-    parts_PKC: Tensor,
-    own_KC: Tensor,
-    row: RowCoefs,
-    total_weight: Tensor | int,
+    out: ExcludedTargetStats, parts_PKC: Tensor, own_KC: Tensor, row: RowCoefs, total_weight: Tensor | int
 ) -> Tensor:
     P, K, C = parts_PKC.shape
     factor_C = own_KC.new_empty(C)

@@ -63,14 +63,7 @@ def no_gradients(head: Head) -> Gradients:
 
 
 def allocate(
-    plan: "Plan",
-    head: Head,
-    factor: Tensor,
-    ignored_M: Tensor,
-    *,
-    final: bool,
-    empty: bool,
-    some_rows: bool,
+    plan: "Plan", head: Head, factor: Tensor, ignored_M: Tensor, *, final: bool, empty: bool, some_rows: bool
 ) -> Gradients:
     """Allocate memory for the wanted gradients; each is `factor` times what the engine computes.
 

@@ -13,11 +13,7 @@ from torch import Tensor
 
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Labels
 from lowtide.ops.linear_cross_entropy.definition.validation import check_classes
-from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
-    ExcludedTargetStats,
-    RowCoefs,
-    RowStats,
-)
+from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import ExcludedTargetStats, RowCoefs, RowStats
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import CountedRows
 from lowtide.ops.linear_cross_entropy.engines.part_stats import gather_parts
 from lowtide.ops.linear_cross_entropy.engines.token_order import TokenOrder

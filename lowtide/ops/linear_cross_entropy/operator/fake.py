@@ -66,11 +66,7 @@ def _(*arguments: Any) -> list[Tensor]:
     head, _, _, options = parts_of(arguments, log_probs=True)
     argmax_N = head.inputs[0].new_empty(head.tokens, dtype=torch.long)
     # log_prob, entropy, logsumexp; argmax; then each row's maximum, sum and mean.
-    return [
-        *(_vector(head, options) for _ in range(3)),
-        argmax_N,
-        *_statistics(head, options, 3),
-    ]
+    return [*(_vector(head, options) for _ in range(3)), argmax_N, *_statistics(head, options, 3)]
 
 
 # The place of a head's first argument among each operator's arguments.

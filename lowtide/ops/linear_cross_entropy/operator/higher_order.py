@@ -48,16 +48,12 @@ def linear_cross_entropy(head: Head, labels: Labels, options: Options) -> Tensor
 
 
 def by_position(
-    function: Callable[[Head, Labels, Options], Tensor],
-    head: Head,
-    labels: Labels,
-    options: Options,
+    function: Callable[[Head, Labels, Options], Tensor], head: Head, labels: Labels, options: Options
 ) -> Tensor:
     """Compute the function for each position, and return the losses [N, P] or their reduction."""
     (input,), scale = head.inputs, head.scale
     wide = head._replace(  # their gradients are sums over positions, and rounded once
-        inputs=(input.to(options.sum_dtype),),
-        scale=None if scale is None else scale.to(options.sum_dtype),
+        inputs=(input.to(options.sum_dtype),), scale=None if scale is None else scale.to(options.sum_dtype)
     )
     of_rows = options._replace(reduction="none")
     losses = [
@@ -81,11 +77,7 @@ def linear_log_probs(head: Head, target: Tensor, options: Options) -> Tensors:
 
 
 def _by_rows(
-    function: Callable[[Head, Labels], Tensors],
-    results: int,
-    head: Head,
-    labels: Labels,
-    options: Options,
+    function: Callable[[Head, Labels], Tensors], results: int, head: Head, labels: Labels, options: Options
 ) -> Tensors:
     """Compute a function of rows, which has `results` outputs, a chunk of rows at a time."""
     head = reference.flat(head, options)

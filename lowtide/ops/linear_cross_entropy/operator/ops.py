@@ -41,12 +41,7 @@ from lowtide.ops.linear_cross_entropy.engines.saved_stats import (
     with_number,
     without_number,
 )
-from lowtide.ops.linear_cross_entropy.operator.arguments import (
-    HEAD,
-    LABELS,
-    OPTIONS,
-    parsed,
-)
+from lowtide.ops.linear_cross_entropy.operator.arguments import HEAD, LABELS, OPTIONS, parsed
 from lowtide.ops.linear_cross_entropy.operator.own_call import compared, own_call, upstream_of
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, readable, rows_for
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
@@ -125,11 +120,7 @@ def results_by_row(plan: Plan, head: Head, labels: Labels) -> list[Tensor]:
 
 
 def gradients_by_row(
-    plan: Plan,
-    head: Head,
-    labels: Labels,
-    statistics: Sequence[Tensor],
-    grad_output: Sequence[Tensor | None],
+    plan: Plan, head: Head, labels: Labels, statistics: Sequence[Tensor], grad_output: Sequence[Tensor | None]
 ) -> list[Tensor]:
     """Return the wanted gradients, from the upstream gradients of the results of rows."""
     engine = _engine(plan, head, labels)

@@ -21,11 +21,7 @@ from lowtide.ops.linear_cross_entropy.planning.division.step_time import (
 )
 from lowtide.ops.linear_cross_entropy.planning.division.workspace import granted_bytes, with_logits_placed
 from lowtide.ops.linear_cross_entropy.planning.memory_model import with_shard
-from lowtide.ops.linear_cross_entropy.planning.operands import (
-    OperandAccess,
-    operand_access,
-    unreadable,
-)
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess, operand_access, unreadable
 from lowtide.ops.linear_cross_entropy.planning.plan import Plan
 from lowtide.ops.linear_cross_entropy.planning.remembered import remembered
 from lowtide.ops.linear_cross_entropy.planning.requirements import check_engine, choose_backend
@@ -181,11 +177,7 @@ def make_plan(call: Call) -> Plan:
     access, workspace, counts = _memory(call)
     tiling = sizes.choose_sizes(workspace, counts)
     return Plan(
-        options=call.options,
-        call_kind=call.call_kind,
-        workspace=workspace,
-        access=access,
-        **vars(tiling),
+        options=call.options, call_kind=call.call_kind, workspace=workspace, access=access, **vars(tiling)
     )
 
 

@@ -14,11 +14,7 @@ from lowtide.core import torch_private
 from lowtide.core.operator import seen_by_nobody
 from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Options, Tensors
 from lowtide.ops.linear_cross_entropy.operator.autograd import call_now
-from lowtide.ops.linear_cross_entropy.operator.planner import (
-    make_plan,
-    unreadable_operands,
-    with_copies,
-)
+from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, unreadable_operands, with_copies
 from lowtide.ops.linear_cross_entropy.planning.call import backend_of
 from lowtide.ops.linear_cross_entropy.planning.operands import needs_aligned_copies
 from lowtide.ops.linear_cross_entropy.planning.remembered import keep, memory

@@ -105,10 +105,7 @@ class Terms:
         """Holds the last texts of all ranks, and what they agreed on."""
 
     def agree(
-        self,
-        tensors: dict[str, Tensor | None],
-        rows_for: Callable[[int], int],
-        number: int | None = None,
+        self, tensors: dict[str, Tensor | None], rows_for: Callable[[int], int], number: int | None = None
     ) -> tuple[Agreement, int]:
         """Return what the ranks agree on, and the call's number; all of them raise if they differ.
 

@@ -105,10 +105,7 @@ def _cell(row: RealRow) -> Text:
 def _absolute(own: AttentionFigures) -> str:
     times = [own.forward.ms, *([own.backward.ms] if own.backward else [])]
     error = f" {max(own.errors):.0e}" if own.errors else ""
-    lines = [
-        " / ".join(f"{ms:.3g}" for ms in times) + " ms",
-        f"{readable(own.peak_bytes, '.1f')}{error}",
-    ]
+    lines = [" / ".join(f"{ms:.3g}" for ms in times) + " ms", f"{readable(own.peak_bytes, '.1f')}{error}"]
     if own.host_us:
         lines.append(" / ".join(f"{us:.0f}" for us in own.host_us) + " us")
     return "\n".join(lines)

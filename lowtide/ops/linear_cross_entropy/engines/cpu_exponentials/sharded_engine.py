@@ -11,10 +11,7 @@ from torch import Tensor
 from lowtide.core.bfloat16_units import gemm
 from lowtide.core.elementwise import scaled
 from lowtide.ops.linear_cross_entropy.engines import excluded_part_stats, sharded_walk
-from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.engine import (
-    CpuExponentialsEngine,
-    OfTokens,
-)
+from lowtide.ops.linear_cross_entropy.engines.cpu_exponentials.engine import CpuExponentialsEngine, OfTokens
 from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
     begin_merge,
     first_references,
@@ -91,12 +88,7 @@ class ShardedCpuExponentialsEngine(CpuExponentialsEngine):
     # Steps of the walk.
 
     def _begin(
-        self,
-        row: RowCoefs,
-        stat: ExcludedTargetStats,
-        x_CD: Tensor,
-        e_CV: Tensor | None,
-        take_stats: bool,
+        self, row: RowCoefs, stat: ExcludedTargetStats, x_CD: Tensor, e_CV: Tensor | None, take_stats: bool
     ) -> sharded_walk.Begun:
         """Compute a chunk's exponentials; if `take_stats`, begin to gather its statistics."""
         agreement = self.plan.agreement

@@ -55,11 +55,7 @@ def memory(call: Call, access: OperandAccess) -> ByteCounts:
     size, features = access.dtype.itemsize, sum(call.features)
     logits = call.V * size if call.needs_grad.some else 0
     counts = counts_with_float32_sums(
-        call,
-        access,
-        logits=logits + 2 * call.sum_size * features,
-        block_logit=size,
-        bias_vectors=3,
+        call, access, logits=logits + 2 * call.sum_size * features, block_logit=size, bias_vectors=3
     )
     # Sums over blocks of classes: three float32 columns of the bias's gradient; or class weights in
     # bfloat16 parts, their temporaries, and sums of features.

@@ -98,12 +98,7 @@ class LinearTerm:
             row_kernels.clear_rows(self.dx.tensor, counted)
 
     def target_logits(
-        self,
-        x_CD: Tensor,
-        target_C: Tensor,
-        logit_C: Tensor,
-        counted: CountedChunk,
-        **first: Tensor | None,
+        self, x_CD: Tensor, target_C: Tensor, logit_C: Tensor, counted: CountedChunk, **first: Tensor | None
     ) -> None:
         """Write this term's part of the target logits to logit_C.
 

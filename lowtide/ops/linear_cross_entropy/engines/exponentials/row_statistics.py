@@ -155,12 +155,7 @@ class ExponentialsStatistics(LossEngine):
             add_partials(grad_dot_logits, grad_dot_logit_C, marks=marks, counted=tiles[0].counted)
 
     def _run_log_probs(
-        self,
-        tiles: Exponentials,
-        row: RowCoefs,
-        stat: ExcludedTargetStats,
-        logit_C: Tensor,
-        marks: Tensor,
+        self, tiles: Exponentials, row: RowCoefs, stat: ExcludedTargetStats, logit_C: Tensor, marks: Tensor
     ) -> None:
         """Compute what log-probabilities and entropies need, with r as the largest logit.
 

@@ -22,16 +22,8 @@ from lowtide.ops.linear_cross_entropy.engines import (
     excluded_part_stats_triton,
     sharded_walk,
 )
-from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import (
-    begin_merge,
-    no_classes,
-    own_places,
-)
-from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import (
-    ExponentialsEngine,
-    OfTokens,
-    Targets,
-)
+from lowtide.ops.linear_cross_entropy.engines.excluded_part_stats import begin_merge, no_classes, own_places
+from lowtide.ops.linear_cross_entropy.engines.exponentials.engine import ExponentialsEngine, OfTokens, Targets
 from lowtide.ops.linear_cross_entropy.engines.exponentials.linear_term import LinearTerm
 from lowtide.ops.linear_cross_entropy.engines.exponentials.memory import ExponentialsMemory
 from lowtide.ops.linear_cross_entropy.engines.exponentials.recompute import add_partials, marks_memory

@@ -23,11 +23,7 @@ from lowtide.core.kernels import backend
 from lowtide.core.matmul import product
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gemm.triton import multiprocessors
-from lowtide.ops.linear_cross_entropy.engines.weight_gradient import (
-    in_torch,
-    packed_triton,
-    target_rows,
-)
+from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch, packed_triton, target_rows
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded
 from lowtide.ops.linear_cross_entropy.planning.division.cost_model import OWN, SECONDS
 

@@ -207,11 +207,7 @@ def clear_rows(matrix: Tensor, counted: CountedChunk) -> None:
 
 
 def scale_rows(
-    x_CD: Tensor,
-    row_scale_C: Tensor,
-    factor: Tensor | None,
-    out_CD: Tensor,
-    counted: CountedChunk = ALL,
+    x_CD: Tensor, row_scale_C: Tensor, factor: Tensor | None, out_CD: Tensor, counted: CountedChunk = ALL
 ) -> None:
     """Write factor row_scale_C x_CD to out_CD, which may be x_CD; a factor of None means 1."""
     C, D = x_CD.shape
