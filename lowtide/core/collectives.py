@@ -158,3 +158,9 @@ def group_named(name: str) -> Any:
 def is_dtensor(value: object) -> bool:
     """Return True for a DTensor, without importing torch.distributed.tensor."""
     return type(value).__name__ == "DTensor"
+
+
+def part_of_rank(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor, in the same memory, or the tensor itself."""
+    part: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
+    return part

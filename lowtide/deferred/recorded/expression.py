@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.autodiff import in_transform
-from lowtide.core.collectives import is_dtensor
+from lowtide.core.collectives import is_dtensor, part_of_rank
 from lowtide.deferred.recorded.sharded import whole
 from lowtide.deferred.recorded.steps import Memory
 from lowtide.ops.linear_cross_entropy.data_sharded import is_data_sharded
@@ -318,7 +318,7 @@ def version(tensor: Tensor) -> int | None:
 def _is_freed(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
-    own: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    own = part_of_rank(tensor)
     return own.numel() > 0 and own.untyped_storage().size() == 0
 
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide.core.collectives import is_dtensor
+from lowtide.core.collectives import part_of_rank
 
 
 class Memory:
@@ -50,5 +50,5 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _address(tensor: Tensor) -> int | None:
-    own: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    own = part_of_rank(tensor)
     return int(own.untyped_storage()._cdata) if own.layout == torch.strided else None

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide.core.collectives import is_dtensor
+from lowtide.core.collectives import part_of_rank
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS = "activations", "logits"
@@ -43,7 +43,7 @@ class Tracker(TorchDispatchMode):
         self.matrices = {
             shape: each.dtype.itemsize
             for each in module.parameters()
-            for shape in (each.shape, _local(each).shape)
+            for shape in (each.shape, part_of_rank(each).shape)
             if each.dim() > 1
         }
         self.phase, self.when = "", ""
@@ -57,7 +57,7 @@ class Tracker(TorchDispatchMode):
 
     def put(self, tensor: Tensor, category: str) -> None:
         """Assign the tensor's storage to this category from now on, whatever it was before."""
-        storage = _local(tensor).untyped_storage()
+        storage = part_of_rank(tensor).untyped_storage()
         entry = self._known.get(storage)
         if entry is None:
             entry = self._known[storage] = [category, _bytes(storage)]
@@ -117,12 +117,6 @@ class Tracker(TorchDispatchMode):
         if size is not None:
             return WEIGHTS if tensor.dtype.itemsize < size else GRADIENTS
         return LOGITS if self.classes in tensor.shape else ACTIVATIONS
-
-
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself."""
-    own: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
-    return own
 
 
 def _bytes(storage: torch.UntypedStorage) -> int:
