@@ -5,7 +5,7 @@ A call takes one of four ways. A problem is one head of one batch.
 * Many small problems (one tile of scores each) have their own kernels (launch_small_problems.py).
 * Many short problems in float32: one program computes a whole problem, and each score once.
 * Stored gradients: each score is computed once, and its gradient is stored for the other kernels,
-  strip by strip (strips.py, launch_stored_scores.py).
+  strip by strip; with many features its weight too (strips.py, launch_stored_scores.py).
 * Recomputed scores: the kernel of dq and those of dk and dv compute each score anew.
 
 Except in small problems, a bias with more than one row and column needs stored gradients, unless
@@ -42,6 +42,10 @@ LONGEST, PROBLEMS = 1024, 528
 # With at most so many scores in half precision, short_bias_gradient also takes a bias that heads
 # share and batches do not. Strips of so few scores leave a part of the card idle (decision 0065).
 FEW_SCORES = 1 << 24
+# The most features for which the kernel of dv computes the scores of float32, and for which it does
+# so where the queries or keys are at most SHORT. With more features it computes each score once for
+# each block of its features, and short problems leave it too few programs (decision 0101).
+MOST_FEATURES, MOST_FEATURES_IF_SHORT, SHORT = 128, 64, 512
 # Strips of fewer programs leave a part of the card idle, so scores are recomputed instead.
 FEWEST_PROGRAMS = 192
 
@@ -97,7 +101,7 @@ def _of_several_tiles(
     Return the bias's gradient if `bias` is given.
     """
     B, H, G, _, N, _, _ = call.size
-    many = call.find_tile("query") is None
+    many = _stores_weights(call)
     together = call.find_tile("key and value") is not None
     own_bias = together and _is_own_bias(call, bias)
     grad_bias = bias_of_scores = bias_sum = None
@@ -157,6 +161,17 @@ def _is_whole(call: KernelCall) -> bool:
     return few and B * H >= PROBLEMS and max(M, N) <= LONGEST
 
 
+def _stores_weights(call: KernelCall) -> bool:
+    """Return True if backward stores the weights beside the gradients of the scores (strips.py)."""
+    size, features = call.size, max(call.size.K, call.size.E)
+    if call.pieces == 1:
+        return call.find_tile("query") is None
+    if features > MOST_FEATURES:
+        return True
+    apart = call.find_tile("key and value") is None
+    return apart and features > MOST_FEATURES_IF_SHORT and max(size.M, size.N) <= SHORT
+
+
 def _is_own_bias(call: KernelCall, bias: Tensor | None) -> bool:
     """Return True if the kernel of dq writes the bias's gradient, since nothing shares the bias."""
     B, H, _, M, N, _, _ = call.size
@@ -206,7 +221,8 @@ def _strips_of_heads(
     # A kernel of both dk and dv splits the value itself. With more features, where dk and dv are
     # computed apart, registers have no room for that.
     call = call.split(first.heads(call.size), first.key_heads, ("value",) if together else ())
-    launch_recomputed.confident_delta("key and value" if together else "value", call, first)
+    kernel = "scores" if many else "key and value" if together else "value"
+    launch_recomputed.confident_delta(kernel, call, first)
     for strip in of_heads:
         memory = launch_stored_scores.memory_of(call, strip, stores, room)
         if many:

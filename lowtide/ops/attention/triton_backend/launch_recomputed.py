@@ -55,7 +55,7 @@ def confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
         *call.tensors, call.grad_output, call.grad_logsumexp, call.row_terms, *call.strides,
         strides_of(call.grad_output), call.lse_strides, heads.batches, *call.sizes,
         heads.first_group * call.size.R, tiles, *call.scalars, **call.constants, PIECES=call.pieces,
-        **tile.constants, **tile.options,
+        **tile.constants, num_warps=tile.warps, num_stages=1,
     )  # fmt: skip
 
 

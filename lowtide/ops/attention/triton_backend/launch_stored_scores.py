@@ -57,7 +57,7 @@ def store(call: KernelCall, strip: Strip, memory: StripMemory) -> None:
         *call.tensors, call.grad_output, call.row_terms, memory.weight, memory.grad_scores, memory.grad_z,
         parts, *call.strides, strides_of(call.grad_output), memory.strides, B, *call.sizes,
         strip.first_group, strip.first_key, tiles_m, tiles_n, *call.scalars, **call.constants,
-        **tile.constants, **tile.options,
+        PIECES=call.pieces, **tile.constants, **tile.options,
     )  # fmt: skip
     if call.bias_sum is not None and parts is not None:
         keys = slice(strip.first_key, strip.end_key)

@@ -12,9 +12,10 @@ gradient is summed over strips, in float32.
 
 Which kernel computes the scores depends on the features:
 
-* In half precision with more than 256 features, sums of dk or dv do not fit into registers. A
-  kernel computes the scores and nothing else. It stores the weights too, and dq, dk and dv are
-  products of what is stored.
+* With many features, a kernel computes the scores and nothing else. It stores the weights too, and
+  dq, dk and dv are products of what is stored. In half precision these are more than 256 features,
+  whose sums of dk or dv do not fit into registers. In float32 they are more than 128, or more than
+  64 if the problems are short (decision 0101).
 * Otherwise the kernel of dk and dv computes the scores, or the kernel of dv alone if sums of both
   do not fit into registers. The other gradients come from the stored gradients of scores.
 
@@ -97,8 +98,8 @@ def scores_to_store(
 ) -> Stored:
     """Return what backward stores for each score.
 
-    together: one kernel computes dk and dv. many: there are too many features for the kernels that
-    recompute scores.
+    together: one kernel computes dk and dv. many: there are so many features that the weights are
+    stored too.
 
     The gradient of a bias with more than one row and column needs stored gradients of scores. If
     another kernel writes the bias's gradient, needs_grad[3] is False here. Without such a bias,

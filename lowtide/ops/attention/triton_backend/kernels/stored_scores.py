@@ -21,7 +21,7 @@ from lowtide.core.kernels.launch import remember_launches
 from lowtide.core.kernels.triton_helpers import slope_of_tanh
 from lowtide.ops.attention.triton_backend.kernels.tiles import (
     add_product,
-    dot,
+    dot_pieces,
     head,
     keep_mask,
     load_bias,
@@ -67,14 +67,21 @@ def load_scores(ptr, strides, n, i, start_n, first, end, MASKED: tl.constexpr):
 
 @triton.jit
 def sum_over_features(
-    a_place, b_place, F, tile, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    CUT: tl.constexpr,
+    a_place, b_place, F, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Return tile + a b^T, loading one block of features at a time."""
+    """Return tile + a b^T, loading one block of features at a time.
+
+    With three pieces, the products of each block are added up apart, as in tiles.product.
+    """
     for block in range(0, BLOCKS):
         f = block * BLOCK + tl.arange(0, BLOCK)
-        a, b = load_tile(a_place, f, F, True, CUT), load_tile(b_place, f, F, True, CUT)
-        tile = dot(a, b, tile, PRECISION, True)
+        a = load_pieces(a_place, f, F, True, CUT, PIECES)
+        b = load_pieces(b_place, f, F, True, CUT, PIECES)
+        if PIECES > 2:
+            tile += dot_pieces(a, b, tl.zeros_like(tile), PRECISION, PIECES, True)
+        else:
+            tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
     return tile
 
 
@@ -86,11 +93,13 @@ def scores_kernel(
     query_strides, key_strides, value_strides, bias_strides, grad_output_strides, grad_scores_strides,
     B, H, R, M, N, K, E, first_group, first_key, tiles_m, tiles_n, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
-    BIAS_STEP: tl.constexpr,
+    BIAS_STEP: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
     """Write the weights and the gradients of scores of one tile, for one head of the strip.
+
+    Operands in several PIECES hold the strip's heads only.
 
     bias_sum [heads of the strip, tiles_m, keys of the strip] receives the sums of dz over the
     queries of each tile. They add up to the gradient of a bias that is the same for all queries.
@@ -107,15 +116,17 @@ def scores_kernel(
     if (start_n >= high) | (start_n + BLOCK_N <= low):
         return
 
-    b, g = own // R % B, first_group + own // R // B
-    h = g * R + own % R
+    b, own_g, r = own // R % B, own // R // B, own % R
+    h = (first_group + own_g) * R + r
+    operand_g = own_g + (first_group if PIECES == 1 else 0)
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     i, j = start_m + row_m, start_n + row_n
-    query_place = head(query_ptr, query_strides, b, h), start_m, row_m, query_strides, M
-    grad_output_ptr = head(grad_output_ptr, grad_output_strides, b, h)
+    query_ptr = head(query_ptr, query_strides, b, operand_g * R + r)
+    grad_output_ptr = head(grad_output_ptr, grad_output_strides, b, operand_g * R + r)
+    query_place = query_ptr, start_m, row_m, query_strides, M
     grad_output_place = grad_output_ptr, start_m, row_m, grad_output_strides, M
-    key_place = head(key_ptr, key_strides, b, g), start_n, row_n, key_strides, N
-    value_place = head(value_ptr, value_strides, b, g), start_n, row_n, value_strides, N
+    key_place = head(key_ptr, key_strides, b, operand_g), start_n, row_n, key_strides, N
+    value_place = head(value_ptr, value_strides, b, operand_g), start_n, row_n, value_strides, N
     head_bias_ptr = bias_ptr
     if bias_ptr is not None:
         head_bias_ptr = head(bias_ptr, bias_strides, b, h)
@@ -124,7 +135,9 @@ def scores_kernel(
 
     bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS, BIAS_STEP)
     zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    scores = sum_over_features(key_place, query_place, K, zero, PRECISION, BLOCK_K, BLOCKS_K, CUT_K)
+    scores = sum_over_features(
+        key_place, query_place, K, zero, PRECISION, PIECES, BLOCK_K, BLOCKS_K, CUT_K
+    )
     first, end = interval(first_ptr, end_ptr, i, M, N)
     z, room = score_tile(scores, bias, j[:, None], first[None, :], end[None, :], scale, SOFTCAP, BASE_2, True)
     shift_m, log2_sum_m = load_shift(row_terms_ptr, i, M, True, BASE_2)
@@ -141,7 +154,7 @@ def scores_kernel(
         store_scores(ptr, grad_scores_strides, row_n, i, used, True)
     if grad_scores_ptr is not None or grad_z_ptr is not None or bias_sum_ptr is not None:
         grad_weight = sum_over_features(
-            value_place, grad_output_place, E, zero, PRECISION, BLOCK_E, BLOCKS_E, CUT_E
+            value_place, grad_output_place, E, zero, PRECISION, PIECES, BLOCK_E, BLOCKS_E, CUT_E
         )
         delta = load_rows(row_terms_ptr, i, M, True)[None, :]
         if grad_z_ptr is not None or bias_sum_ptr is not None:
