@@ -276,7 +276,8 @@ def _with_row_bias(
     if bytes > 4:  # float64: a tile takes about as much as one or two stages of keys and values
         return size._replace(stages=1)
     if kernel == "forward" and pieces == 3 and size.N > 32:
-        return size._replace(N=32, stages=size.stages + 1)
+        size = size._replace(N=32, stages=size.stages + 1)
+        return size._replace(M=128, warps=8) if features > 64 else size  # decision 0101
     if kernel == "forward" and pieces == 3 and features > 128:  # two blocks of the query's features
         return size._replace(K=min(size.K, 64))
     if pieces > 1:

@@ -135,9 +135,7 @@ def scores_kernel(
 
     bias = load_bias(head_bias_ptr, bias_strides, i[None, :], j[:, None], M, N, COLUMN_BIAS, BIAS_STEP)
     zero = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    scores = sum_over_features(
-        key_place, query_place, K, zero, PRECISION, PIECES, BLOCK_K, BLOCKS_K, CUT_K
-    )
+    scores = sum_over_features(key_place, query_place, K, zero, PRECISION, PIECES, BLOCK_K, BLOCKS_K, CUT_K)
     first, end = interval(first_ptr, end_ptr, i, M, N)
     z, room = score_tile(scores, bias, j[:, None], first[None, :], end[None, :], scale, SOFTCAP, BASE_2, True)
     shift_m, log2_sum_m = load_shift(row_terms_ptr, i, M, True, BASE_2)
