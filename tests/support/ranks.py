@@ -9,6 +9,7 @@ process.
 """
 
 import faulthandler
+import gc
 import importlib
 import itertools
 import json
@@ -52,6 +53,7 @@ LIMIT = 400  # seconds that the scenarios of a test take before their processes 
 # kernels through it have a server of their own.
 SERVERS = {interpreted: forkserver.ForkServer() for interpreted in (False, True)}
 IMPORTED = [
+    "tests.support.uncollected",
     "lowtide.cli",
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -202,14 +204,22 @@ def start_program(
 
 def _program(program: str, environment: dict[str, str], stdout: Path, stderr: Path) -> None:
     """Run a program with this environment alone."""
-    _write_to(stdout, stderr)
+    _begin(stdout, stderr)
     os.environ.clear()
     os.environ.update(environment)
     exec(program, {"__name__": "__main__"})
 
 
-def _write_to(stdout: Path, stderr: Path) -> None:
-    """Send what this process prints to files."""
+def _begin(stdout: Path, stderr: Path) -> None:
+    """Send what this process prints to files, and let it collect what is its own, as rarely as the
+    tests do (conftest.py).
+
+    Otherwise a fifth of a rank's time goes to collections: they go through all that the server has
+    imported, and copy the memory that this process shares with it.
+    """
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
     for stream, path in ((sys.stdout, stdout), (sys.stderr, stderr)):
         with open(path, "a") as file:
             os.dup2(file.fileno(), stream.fileno())
@@ -219,7 +229,7 @@ def _command(
     directory: Path, arguments: Sequence[str], rank: int, ranks: int, port: int, stdout: Path, stderr: Path
 ) -> None:
     """Run the command line in the environment of one of torchrun's ranks."""
-    _write_to(stdout, stderr)
+    _begin(stdout, stderr)
     os.chdir(directory)
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in own.items()})
@@ -240,7 +250,7 @@ def _join(
     output: Path,
 ) -> None:
     """Join the group, and print what `run` returns, as JSON, a line for each kind."""
-    _write_to(output, output)
+    _begin(output, output)
     exchange.folder = Path(f"{store}.exchanged")
     exchange.folder.mkdir(exist_ok=True)
     torch.set_num_threads(1)
