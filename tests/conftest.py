@@ -25,8 +25,11 @@ import torch._dynamo  # makes a table of torch's functions, before some are repl
 from tests.support.cards import NEEDS_CUDA
 from tests.support.cuda_context import give_autograd_a_context
 from tests.support.extended import mark_extended
+from tests.support.seeds import seed_the_cpu_alone
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    seed_the_cpu_alone()
 
 # Ranks and other processes that a test starts send each other thousands of short messages. If they
 # share a processor, a message need not wake another one, which takes a virtual machine long.
@@ -79,11 +82,6 @@ def device(request):
     return request.param
 
 
-# torch.manual_seed keeps, for devices that may come later, the stack it is called from, written
-# out.
-SEED = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_collected_twice():
     """What a module imports and keeps is frozen when it ends: later collections skip it."""
@@ -94,7 +92,7 @@ def _nothing_collected_twice():
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    SEED(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True, scope="session")

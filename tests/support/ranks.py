@@ -38,6 +38,7 @@ from lowtide.cli import main
 from lowtide.core.collectives import is_dtensor
 from tests.support import exchange
 from tests.support.cuda_context import give_autograd_a_context
+from tests.support.seeds import seed_the_cpu_alone
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
@@ -255,6 +256,8 @@ def _join(
     exchange.folder.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     card = _take_card(rank) if device == "cuda" else None
+    if card is None:
+        seed_the_cpu_alone()
     if strict:
         warnings.simplefilter("error", UserWarning)
     run = importlib.import_module(module).run
