@@ -59,6 +59,11 @@ class _Silent(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def end_headers(self):
+        # Every page has the same styles, scripts and fonts, which the browser then asks for once.
+        self.send_header("Cache-Control", "max-age=3600")
+        super().end_headers()
+
 
 @contextlib.contextmanager
 def served(folder):

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from tests.docs.site import browser
 from tests.docs.snippets import DOCS, ROOT
 
 BUILT = DOCS / "_build" / "html" / ".built"  # `make docs` leaves it behind where nothing failed
@@ -55,3 +56,21 @@ def site(built):
     folder, log = built
     assert log.startswith("0\n"), log
     return folder
+
+
+@pytest.fixture(scope="module")
+def opened(built):
+    """The address of the site, and a browser: starting and ending one takes two seconds."""
+    with browser.served(built[0]) as address, browser.started() as driver:
+        yield address, driver
+
+
+@pytest.fixture
+def browsed(site, opened):
+    """The same in its first state: of no page, its own size and nothing stored."""
+    address, driver = opened
+    yield address, driver
+    driver.get("about:blank")
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    driver.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": address, "storageTypes": "local_storage"})

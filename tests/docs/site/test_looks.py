@@ -10,26 +10,26 @@ pytestmark = pytest.mark.extended  # building it takes seconds, in a process of 
 
 @browser.needed
 @pytest.mark.parametrize("width", [390, 1280])
-def test_browser_pages_fit_their_width(site, width):
+def test_browser_pages_fit_their_width(browsed, width):
     """Wide tables, formulas and code scroll by themselves."""
     names = ["index", "install", "howto/workspace", "reference/loss", "reference/ways", "reference/models"]
     names += ["explanation/attention", "performance/h200", "performance/attention", "examples/index"]
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-    with browser.served(site) as address, browser.started() as driver:
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        for name in names:
-            assert (DOCS / f"{name}.md").exists()
-            driver.get(f"{address}/{name}.html")
-            beyond = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            assert driver.execute_script(beyond) <= 0, name
-            # A cell whose text is broken into letters is narrower than a word.
-            narrow = """return [...document.querySelectorAll('article td')].filter(
-                e => e.innerText.trim().length > 3 && e.getBoundingClientRect().width < 35).length"""
-            assert driver.execute_script(narrow) == 0, name
+    address, driver = browsed
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    for name in names:
+        assert (DOCS / f"{name}.md").exists()
+        driver.get(f"{address}/{name}.html")
+        beyond = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert driver.execute_script(beyond) <= 0, name
+        # A cell whose text is broken into letters is narrower than a word.
+        narrow = """return [...document.querySelectorAll('article td')].filter(
+            e => e.innerText.trim().length > 3 && e.getBoundingClientRect().width < 35).length"""
+        assert driver.execute_script(narrow) == 0, name
 
 
 @browser.needed
-def test_browser_cuts_nothing_on_a_common_screen(site):
+def test_browser_cuts_nothing_on_a_common_screen(site, browsed):
     """At 1280 pixels neither code, tables and formulas nor entries of the right sidebar."""
     cut = """const right = e => e.getBoundingClientRect().right;
         const sidebar = document.querySelector('.bd-sidebar-secondary');
@@ -40,16 +40,16 @@ def test_browser_cuts_nothing_on_a_common_screen(site):
         return [...cut, ...beyond].map(e => e.textContent.slice(0, 80))"""
     size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     pages = [page.relative_to(site).as_posix() for page in site.rglob("*.html")]
-    with browser.served(site) as address, browser.started() as driver:
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        for page in pages:
-            if not page.startswith(("_static/", "decisions/")):
-                driver.get(f"{address}/{page}")
-                assert driver.execute_script(cut) == [], page
+    address, driver = browsed
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    for page in pages:
+        if not page.startswith(("_static/", "decisions/")):
+            driver.get(f"{address}/{page}")
+            assert driver.execute_script(cut) == [], page
 
 
 @browser.needed
-def test_browser_shows_labels_on_a_phone(site):
+def test_browser_shows_labels_on_a_phone(browsed):
     """A table of two columns is whole, and one of numbers keeps its first column as it scrolls."""
     whole = """return [...document.querySelectorAll('article table')].filter(
         e => e.querySelector('tr > td:nth-child(2):last-child') && e.scrollWidth > e.clientWidth + 1
@@ -59,15 +59,15 @@ def test_browser_shows_labels_on_a_phone(site):
         table.scrollLeft = 100;
         return [table.scrollLeft, name.getBoundingClientRect().left - left]"""
     size = {"width": 390, "height": 900, "deviceScaleFactor": 1, "mobile": True}
-    with browser.served(site) as address, browser.started() as driver:
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        for name in ("migrate/liger", "migrate/xformers", "reference/loss", "reference/ways"):
-            driver.get(f"{address}/{name}.html")
-            assert driver.execute_script(whole) == 0, name
-        driver.get(f"{address}/performance/heads.html")
-        scrolled, left = driver.execute_script(moved)
-        assert scrolled == 100
-        assert abs(left) < 2
+    address, driver = browsed
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    for name in ("migrate/liger", "migrate/xformers", "reference/loss", "reference/ways"):
+        driver.get(f"{address}/{name}.html")
+        assert driver.execute_script(whole) == 0, name
+    driver.get(f"{address}/performance/heads.html")
+    scrolled, left = driver.execute_script(moved)
+    assert scrolled == 100
+    assert abs(left) < 2
 
 
 # Of each text of an article: its colour against that of what lies behind it, by WCAG's definition.
@@ -111,17 +111,17 @@ FAINT = """
 
 @browser.needed
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_browser_text_stands_out_from_its_background(site, theme):
+def test_browser_text_stands_out_from_its_background(browsed, theme):
     """Text, code and cells of tables, as a reader sees them whose system asks for this theme."""
     names = ["index", "install", "howto/workspace", "howto/own_loss", "migrate/liger", "reference/loss"]
     names += ["reference/command_line", "explanation/attention", "performance/h200", "py-modindex"]
     asked = {"features": [{"name": "prefers-color-scheme", "value": theme}]}
     kinds = set()
-    with browser.served(site) as address, browser.started() as driver:
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", asked)
-        for name in names:
-            driver.get(f"{address}/{name}.html")
-            shown, found, faint = driver.execute_script(FAINT)
-            assert (shown, faint) == (theme, []), name
-            kinds |= {*found}
+    address, driver = browsed
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", asked)
+    for name in names:
+        driver.get(f"{address}/{name}.html")
+        shown, found, faint = driver.execute_script(FAINT)
+        assert (shown, faint) == (theme, []), name
+        kinds |= {*found}
     assert kinds >= {"text", "code", "block", "cell"}
