@@ -4,35 +4,27 @@ Autograd counts the kinds of devices when it first runs, and the simulated one m
 """
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import start_program
+
 CASES = Path(__file__).with_name("other_devices.py")
+OPTIONS = ("-q", "-p", "pytest_timeout", "-p", "no:cacheprovider")
 
 
 @pytest.mark.parametrize(
     ("marks", "fewest"), [("not extended", 60), pytest.param("extended", 60, marks=pytest.mark.extended)]
 )
-def test_in_a_process(marks, fewest):
+def test_in_a_process(tmp_path, plain_environment, marks, fewest):
     """At least so many cases pass, and none fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        marks,
-        str(CASES),
-    ]
-    done = subprocess.run(command, cwd=CASES.parents[1], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
+    arguments = [*OPTIONS, "-m", marks, "--rootdir", str(CASES.parents[1]), str(CASES)]
+    program = f"import sys, pytest; sys.exit(pytest.main({arguments}))"
+    # Other plugins' modules are imported already, which pytest would warn of.
+    environment = plain_environment | {"TRITON_INTERPRET": "0", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    status, said, errors = start_program(tmp_path, program, environment)()
+    assert status == 0, (said + errors)[-4000:]
+    passed = re.search(r"(\d+) passed", said)
     assert passed is not None
     assert int(passed[1]) >= fewest
