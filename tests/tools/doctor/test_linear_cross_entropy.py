@@ -64,7 +64,7 @@ def test_plan(call, monkeypatch):
 def test_reason_that_nobody_can_remove(units, monkeypatch):
     """It stands beside one that can be removed, and not twice."""
     monkeypatch.setattr(gemm, "against", lambda: None if units else gemm.NO_UNITS)
-    float32 = "not cpu_exponentials: it takes operands that are bfloat16"
+    float32 = "not cpu_exponentials: it takes only operands that are bfloat16"
     assert SMALL.describe()["why"] == (float32 if units else f"{float32}; and {gemm.NO_UNITS}")
     large = replace(SMALL, D=512, V=4096, dtype=torch.bfloat16)
     assert large.describe().get("why") == (None if units else f"not cpu_exponentials: {gemm.NO_UNITS}")
@@ -91,12 +91,12 @@ def test_description(monkeypatch):
     assert "weight gradient" not in replace(SMALL, gradients=False).describe()
     assert replace(SMALL, backend="reference").describe()["engine"] == "reference"
     soft = replace(SMALL, dtype=torch.bfloat16, V=1 << 17, probabilities=torch.bfloat16).describe()
-    refused = "not cpu_exponentials: it takes class indices"
+    refused = "not cpu_exponentials: it takes only class indices"
     assert soft["why"] == f"{refused}; not cpu_logits: there is no compiler"
     large = replace(SMALL, dtype=torch.bfloat16, V=1 << 17, workspace=8 << 20)
     both = replace(large, softcap=30.0, label_smoothing=0.1).describe()["why"]
     assert both.startswith(
-        "not cpu_exponentials: it takes label smoothing without a soft cap; not cpu_logits"
+        "not cpu_exponentials: it takes no soft cap with label smoothing; not cpu_logits"
     )
     smooth = replace(large, label_smoothing=0.1).describe()
     assert smooth["why"] == "not cpu_exponentials: there is no compiler"

@@ -76,7 +76,7 @@ def choose_engine(call: Call) -> Choice:
     for engine, spec in SPECS.items():
         reason = spec.unsupported_reason(layout, backend)
         if options.sharded and spec.shard_token_bytes is None:
-            reason = "it takes a head whose classes are not divided over ranks or into segments"
+            reason = "it takes only a head whose classes are not divided over ranks or into segments"
         if reason is None:
             break
         reasons[engine] = reason

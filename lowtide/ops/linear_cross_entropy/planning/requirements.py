@@ -47,12 +47,12 @@ def tiles_unsupported_reason(call: Call, backend: str) -> str | None:
         return "it needs the tensor maps of a Hopper card"
     dtype = call.options.compute_dtype if call.device == "cuda" else call.options.sum_dtype
     if dtype not in EXPONENTIAL_DTYPES:
-        return f"it takes bfloat16, and the products are in {str(dtype).removeprefix('torch.')}"
+        return f"it takes only bfloat16, and the products are in {str(dtype).removeprefix('torch.')}"
     if len(head.inputs) > 2 or any(each.shape[-1] > SECOND_FEATURES for each in head.inputs[1:]):
-        return f"it takes one linear term, and one of at most {SECOND_FEATURES} features beside it"
+        return f"it takes only one linear term, and one of at most {SECOND_FEATURES} features beside it"
     for input, weight in zip(head.inputs, head.weights):
         if input.shape[-1] % 8:
-            return f"it takes features in a multiple of 8, and there are {input.shape[-1]}"
+            return f"it takes only features in a multiple of 8, and there are {input.shape[-1]}"
         if call.options.sharded:
             continue  # ranks choose alike, whatever their layouts; `readable` copies unreadable operands
         mapped = {
@@ -61,7 +61,7 @@ def tiles_unsupported_reason(call: Call, backend: str) -> str | None:
         }
         for name, maps in mapped.items():
             if not maps:
-                return f"it takes features side by side in rows aligned to 16 bytes, unlike the {name}'s"
+                return f"it takes only features side by side in rows aligned to 16 bytes, unlike the {name}'s"
     return None
 
 
@@ -74,7 +74,7 @@ def units_unsupported_reason(call: Call, backend: str, refused: Mapping[str, obj
     if call.head.device.type != "cpu" or backend != "torch":
         return "it is for CPU tensors, without Triton"
     if any(each.dtype != torch.bfloat16 for each in weights) or options.compute_dtype != torch.bfloat16:
-        return "it takes operands that are bfloat16"
+        return "it takes only operands that are bfloat16"
     for reason, applies in refused.items():
         if applies:
             return reason

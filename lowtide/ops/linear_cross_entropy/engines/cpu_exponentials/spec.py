@@ -28,16 +28,16 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
     # differ. So accept any layout; `readable` of operator/planner.py copies a weight if needed.
     strided = not multiplies(weight) and not options.sharded
     refused = {
-        "it takes a weight whose features or classes lie side by side": strided,
-        "it takes one linear term": others,
+        "it takes only a weight whose features or classes lie side by side": strided,
+        "it takes only one linear term": others,
         "it computes a loss, and no log-probabilities": call_kind.log_probs,
-        "it takes class indices": call_kind.probabilities,
+        "it takes only class indices": call_kind.probabilities,
         "it takes no learned scale": call_kind.needs_grad.scale,
         "it takes no soft cap of a divided head": options.softcap and options.sharded,
         "it takes no label smoothing of a divided head": options.label_smoothing and options.sharded,
-        "it takes label smoothing without a soft cap": options.label_smoothing and options.softcap,
+        "it takes no soft cap with label smoothing": options.label_smoothing and options.softcap,
         "it takes a soft cap from 2^-100 to 2^100": options.softcap and not _in_range(options.softcap),
-        "it takes a head whose classes are not divided into segments": options.segments,
+        "it takes only a head whose classes are not divided into segments": options.segments,
     }
     return units_unsupported_reason(call, backend, refused)
 

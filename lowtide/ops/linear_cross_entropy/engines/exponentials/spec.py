@@ -43,12 +43,12 @@ LARGEST_CAP = 2.0**24
 def unsupported_reason(call: Call, backend: str) -> str | None:
     reason = tiles_unsupported_reason(call, backend)
     if reason is None and call.options.segments:
-        return "it takes a head whose classes are not divided into segments"
+        return "it takes only a head whose classes are not divided into segments"
     if reason is None and call.call_kind.probabilities:
-        return "it takes class indices"
+        return "it takes only class indices"
     if reason is None and call.options.label_smoothing and call.options.softcap:
         # The smoothing term is of rank 1 only as long as no soft cap bends the logits.
-        return "it takes label smoothing without a soft cap"
+        return "it takes no soft cap with label smoothing"
     if reason is None and call.options.softcap > LARGEST_CAP:
         return "it takes a soft cap of at most 2^24"
     return reason

@@ -20,13 +20,13 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
     no multiple of 16 would be loaded one number at a time.
     """
     if call.call_kind.soft_dtype not in requirements.EXPONENTIAL_DTYPES:  # decision 0018
-        return "it takes class probabilities in bfloat16"
+        return "it takes only class probabilities, in bfloat16"
     if call.options.softcap:
         return "it takes no soft cap"
     if call.needs_grad.scale:
         return "it takes no learned scale"
     if call.V % 16 != 0:
-        return "it takes classes in a multiple of 16"
+        return "it takes only classes in a multiple of 16"
     return requirements.tiles_unsupported_reason(call, backend)
 
 
