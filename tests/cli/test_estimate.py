@@ -18,7 +18,7 @@ from lowtide.tools.estimate.step import estimate as estimated
 from tests.support.commands import invoke as in_this_process
 from tests.support.commands import said
 from tests.support.extended import all_extended_but
-from tests.tools.estimate.conftest import LLAMA_3_8B, TINY_BART, TINY_GPT2, TINY_LLAMA, TINY_LLAVA
+from tests.tools.estimate.conftest import TINY_BART, TINY_GPT2, TINY_LLAMA, TINY_LLAVA
 
 
 @pytest.fixture(autouse=True)
@@ -47,9 +47,11 @@ def refused(*arguments):
 def test_llama_3_8b_at_81920_tokens(tmp_path, monkeypatch, capsys):
     """Llama 3 8B, 81,920 tokens: bfloat16 logits of 19.57 GiB, checkpointed hidden states of 20."""
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    root = Path(__file__).parents[2]
+    docs = (root / "docs" / "start" / "memory.md").read_text()
+    assert "lowtide estimate benchmarks/llama-8b --length 81920 --checkpointing --out peak.png\n" in docs
     options = ["--length", "81920", "--checkpointing", "--out", str(tmp_path / "peak.png")]
-    monkeypatch.setattr(sys, "argv", ["lowtide", "estimate", str(tmp_path), *options])
+    monkeypatch.setattr(sys, "argv", ["lowtide", "estimate", str(root / "benchmarks" / "llama-8b"), *options])
     with pytest.raises(SystemExit) as done:
         main()
     output = capsys.readouterr().out
@@ -66,7 +68,6 @@ def test_llama_3_8b_at_81920_tokens(tmp_path, monkeypatch, capsys):
     assert found["logits"][0] == pytest.approx(6 * 19.57, rel=1e-3)
     assert min(found["activations"]) > 20
     assert found["peak"][1] < found["peak"][0] - 90
-    docs = (Path(__file__).parents[2] / "docs" / "start" / "memory.md").read_text()
     for name in ("weights", "gradients", "optimizer", "activations", "logits"):
         eager, ours = found[name]
         assert f"| {name} | {eager:.2f} | {ours:.2f} |" in docs

@@ -95,9 +95,7 @@ def test_description(monkeypatch):
     assert soft["why"] == f"{refused}; not cpu_logits: there is no compiler"
     large = replace(SMALL, dtype=torch.bfloat16, V=1 << 17, workspace=8 << 20)
     both = replace(large, softcap=30.0, label_smoothing=0.1).describe()["why"]
-    assert both.startswith(
-        "not cpu_exponentials: it takes no soft cap with label smoothing; not cpu_logits"
-    )
+    assert both.startswith("not cpu_exponentials: it takes no soft cap with label smoothing; not cpu_logits")
     smooth = replace(large, label_smoothing=0.1).describe()
     assert smooth["why"] == "not cpu_exponentials: there is no compiler"
     classes = replace(large, softcap=30.0).plan().operand_classes

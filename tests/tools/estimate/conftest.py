@@ -1,18 +1,9 @@
 import json
+from pathlib import Path
 
 import pytest
 
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
+LLAMA_3_8B = json.loads((Path(__file__).parents[3] / "benchmarks" / "llama-8b" / "config.json").read_text())
 TINY_LLAMA = LLAMA_3_8B | {
     "hidden_size": 64,
     "intermediate_size": 160,
