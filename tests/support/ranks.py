@@ -212,11 +212,11 @@ def _program(program: str, environment: dict[str, str], stdout: Path, stderr: Pa
 
 
 def _begin(stdout: Path, stderr: Path) -> None:
-    """Send what this process prints to files, and let it collect what is its own, as rarely as the
-    tests do (conftest.py).
+    """Send what this process prints to files, and let it collect garbage.
 
-    Otherwise a fifth of a rank's time goes to collections: they go through all that the server has
-    imported, and copy the memory that this process shares with it.
+    It collects its own objects only, as rarely as the tests do (conftest.py). Otherwise a fifth of
+    a rank's time goes to collections: they go through all that the server has imported, and copy
+    the memory that this process shares with it.
     """
     gc.freeze()
     gc.set_threshold(10_000)

@@ -1,13 +1,14 @@
-"""`torch.manual_seed` without the devices that are not there.
+"""Make `torch.manual_seed` seed the CPU alone.
 
-For each that may come later it keeps the stack that it is called from, written out. This takes a
-hundred times as long as the seed itself, in a test with a deep stack half a millisecond.
+For each kind of device that is not initialised, torch formats the caller's stack, to seed that
+device later. That takes a hundred times as long as the seed: below pytest, half a millisecond.
 """
 
 import torch
 
 
 def seed_the_cpu_alone() -> None:
+    """Call this only where no such device is used."""
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         devices.manual_seed_all = _forget
 

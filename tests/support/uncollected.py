@@ -1,5 +1,6 @@
-"""What a server imports first (ranks.py): it collects nothing while it imports the rest. The
-processes that are forked from it turn the collector on again.
+"""Turn the collector off in a server of ranks, which imports this first (ranks.py).
+
+The processes that are forked from it turn the collector on again.
 """
 
 import gc

@@ -141,17 +141,17 @@ def memory_efficient_attention(
         the scores again.
         In half precision, up to 256 features of value, "triton" also keeps the part of the result
         that rounding took off, in as much memory as the result.
-        Backward of "triton" may store gradients of scores, some at a time. It does so in three
-        cases: float32 operands; a bias [.., M, N] that is shared or comes with more than 128
-        features; more than 256 features. It stores at most 304 MiB, and at most the largest of
-        these: three tenths of what all scores take in the operands' dtype; a sixteenth of query,
-        key, value and result; 16 MiB. Where all scores take at most 96 MiB, it may store three
-        quarters of that and a quarter of query, key, value and result, in up to 64 MiB. If that is
-        too little for 128 keys of one batch and key head, it takes the memory for these; with a
-        shared bias, for 128 keys of all batches and heads that share it. In half precision it then
-        also holds a float32 gradient of the queries of these heads. Where a kernel of its own sums
-        a shared bias's gradient, backward in half precision may hold a copy of the bias, no larger
-        than the gradient of key (of value, if key needs none).
+        Backward of "triton" may store gradients of scores and, with many features, weights, some at
+        a time. It does so in three cases: float32 operands; a bias [.., M, N] that is shared or
+        comes with more than 128 features; more than 256 features. It stores at most 304 MiB, and at
+        most the largest of these: three tenths of what all scores take in the operands' dtype; a
+        sixteenth of query, key, value and result; 16 MiB. Where all scores take at most 96 MiB, it
+        may store three quarters of that and a quarter of query, key, value and result, in up to 64
+        MiB. If that is too little for 128 keys of one batch and key head, it takes the memory for
+        these; with a shared bias, for 128 keys of all batches and heads that share it. In half
+        precision it then also holds a float32 gradient of the queries of these heads. Where a
+        kernel of its own sums a shared bias's gradient, backward in half precision may hold a copy
+        of the bias, no larger than the gradient of key (of value, if key needs none).
         Forward of "triton" in float32 also holds key and value split into bfloat16 pieces. Three
         pieces take 1.5 times the tensor's memory. Where torch allows TF32 there are two, which take
         as much as the tensor. Query is split in memory too if it has more features than a tile (64

@@ -135,7 +135,7 @@ def reason_against_sdpa(call: AttentionCall) -> str | None:
 def _reason_against_sdpa_on_cuda(operands: Operands, size: AttentionSizes, causal: bool) -> str | None:
     """Return the reason not to take torch's CUDA kernels for the call, or None."""
     if operands.query.dtype not in HALVES:
-        return "its kernels for float32 are less exact, and slower in most calls"
+        return "its kernels for float32 are less exact"
     if size.K > 256 or size.K % 8:
         return "it takes at most 256 features, a multiple of 8"
     if causal and size.M != size.N:

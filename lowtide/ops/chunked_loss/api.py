@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lowtide.core.errors import advises
 from lowtide.ops.chunked_loss import validation
+from lowtide.ops.chunked_loss.execute import run
 from lowtide.ops.chunked_loss.functional.fsdp import gathered
 from lowtide.ops.linear_cross_entropy.definition.validation import check_normalizer
 
@@ -225,8 +226,6 @@ def chunked_loss(
     if head is None:
         validation.check_options(loss_fn, callable, chunk_size, workspace, mode)
         return functools.wraps(loss_fn)(functools.partial(chunked_loss, loss_fn, **options))
-    from lowtide.ops.chunked_loss.execute import run
-
     validation.check_options(loss_fn, head, chunk_size, workspace, mode)
     parts = hidden if isinstance(hidden, tuple) else (hidden,)
     leading = validation.check_rows(parts, token_tensors)

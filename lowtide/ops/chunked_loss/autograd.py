@@ -35,7 +35,7 @@ from lowtide.ops.chunked_loss.loop import loss_alone, loss_and_gradients, recomp
 
 Gradients = tuple[Tensor | None, ...]
 
-EAGERLY = (
+WHY_EAGERLY = (
     "chunked_loss runs its chunks eagerly: compile the step without fullgraph=True, so that the code "
     "before and after it is compiled, or compile head"
 )
@@ -55,7 +55,7 @@ class GradientInForward(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch_private.never_compiled(EAGERLY)
+    @torch_private.never_compiled(WHY_EAGERLY)
     def backward(ctx: Any, grad_output: Tensor | None) -> Gradients:  # type: ignore[override]
         job, needed = ctx.job, ctx.needs_input_grad[1:]
         if grad_output is None:
@@ -85,7 +85,7 @@ class Recompute(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch_private.never_compiled(EAGERLY)
+    @torch_private.never_compiled(WHY_EAGERLY)
     def backward(ctx: Any, grad_output: Tensor | None) -> Gradients:  # type: ignore[override]
         job, needed = ctx.job, ctx.needs_input_grad[1:]
         if grad_output is None:

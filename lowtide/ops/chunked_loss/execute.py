@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.core.torch_private import never_compiled
 from lowtide.ops.chunked_loss import validation
-from lowtide.ops.chunked_loss.autograd import EAGERLY, GradientInForward, Recompute
+from lowtide.ops.chunked_loss.autograd import WHY_EAGERLY, GradientInForward, Recompute
 from lowtide.ops.chunked_loss.chunk_size import rows_within
 from lowtide.ops.chunked_loss.functional.fsdp import check_units
 from lowtide.ops.chunked_loss.functional.snapshot import Snapshot, check_none
@@ -25,7 +25,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import normalized
 CHUNK_SIZE = 1024
 
 
-@never_compiled(EAGERLY)
+@never_compiled(WHY_EAGERLY)
 def run(
     loss_fn: Callable[..., Any],
     head: Callable[..., Any],

@@ -217,7 +217,10 @@ def _reason(problem: Exception, kind: str, length: int, config: Any) -> str:
 
 
 def _in_a_line(problem: BaseException) -> str:
-    """Return the reason of an error in one line: its first cause, as of an import that failed."""
+    """Return in one line what an error goes back to: the first of its causes.
+
+    Such is the import behind a model that fails.
+    """
     reason = problem
     while reason.__cause__ is not None:
         reason = reason.__cause__

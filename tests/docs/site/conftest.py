@@ -67,10 +67,12 @@ def opened(built):
 
 @pytest.fixture
 def browsed(site, opened):
-    """The same in its first state: of no page, its own size and nothing stored."""
+    """The same in its first state: of no page, its own size and nothing stored but files."""
     address, driver = opened
     yield address, driver
+    driver.execute_script(
+        "if (location.protocol != 'about:') { sessionStorage.clear(); localStorage.clear() }"
+    )
     driver.get("about:blank")
     driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-    driver.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": address, "storageTypes": "local_storage"})

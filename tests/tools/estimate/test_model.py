@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from lowtide.tools.errors import UserError
 from lowtide.tools.estimate.model import build, departures
 from lowtide.tools.estimate.setting import Setting
 from tests.tools.estimate.conftest import TINY_BART, TINY_LLAMA, TINY_LLAVA
@@ -49,3 +50,24 @@ def test_model_that_the_config_names(tmp_path, content, named, built):
     of_text = f"{config}: the sequences of the estimate are text, without images or speech"
     expected = [of_another] * (named not in (None, built)) + [of_text] * (content is TINY_LLAVA)
     assert departures(str(config)) == expected
+
+
+def test_first_cause_of_a_failed_import_is_told(tmp_path, monkeypatch):
+    """Transformers raises errors about a model from those about its parts, down to the import."""
+    transformers = pytest.importorskip("transformers")
+
+    def fail(*_, **__):
+        try:
+            try:
+                raise ModuleNotFoundError("No module named 'flash'")
+            except ModuleNotFoundError as missing:
+                raise RuntimeError("could not import its layers") from missing
+        except RuntimeError as part:
+            raise ImportError("could not import Llama") from part
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fail)
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    with pytest.raises(
+        UserError, match=r"builds no llama .*\(ModuleNotFoundError: No module named 'flash'\)"
+    ):
+        build(Setting(str(tmp_path), 1, 64))

@@ -1,9 +1,9 @@
 """Compute attention in Triton kernels, for CUDA and for Triton's interpreter.
 
 Backward either recomputes the scores in each of its kernels, or computes them once and stores their
-gradients, one strip at a time (strips.py). Many small problems have their own kernels, and so have
-many short ones. A problem is one head of one batch. It is small if one tile holds all its scores,
-and short if it has at most 1,024 queries and at most 1,024 keys.
+gradients, with many features the weights too, one strip at a time (strips.py). Many small problems
+have their own kernels, and so have many short ones. A problem is one head of one batch. It is small
+if one tile holds all its scores, and short if it has at most 1,024 queries and at most 1,024 keys.
 
 The modules, in the order of imports (a module imports only those above it):
 

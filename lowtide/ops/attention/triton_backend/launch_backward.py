@@ -42,10 +42,9 @@ LONGEST, PROBLEMS = 1024, 528
 # With at most so many scores in half precision, short_bias_gradient also takes a bias that heads
 # share and batches do not. Strips of so few scores leave a part of the card idle (decision 0065).
 FEW_SCORES = 1 << 24
-# The most features for which the kernel of dv computes the scores of float32, and for which it does
-# so where the queries or keys are at most SHORT. With more features it computes each score once for
-# each block of its features, and short problems leave it too few programs (decision 0101).
-MOST_FEATURES, MOST_FEATURES_IF_SHORT, SHORT = 128, 64, 512
+# Up to so many queries and keys, float32 stores the weights wherever dk and dv do not fit into one
+# kernel: that kernel of dv would have too few programs (decision 0101).
+MOST_POSITIONS = 512
 # Strips of fewer programs leave a part of the card idle, so scores are recomputed instead.
 FEWEST_PROGRAMS = 192
 
@@ -101,7 +100,7 @@ def _of_several_tiles(
     Return the bias's gradient if `bias` is given.
     """
     B, H, G, _, N, _, _ = call.size
-    many = _stores_weights(call)
+    stores_weights = _stores_weights(call)
     together = call.find_tile("key and value") is not None
     own_bias = together and _is_own_bias(call, bias)
     grad_bias = bias_of_scores = bias_sum = None
@@ -125,11 +124,11 @@ def _of_several_tiles(
         transposed_bias = launch_small_problems.short_bias_gradient(call)
         call = call._replace(grad_bias=None, transposed_bias=transposed_bias)
         needs_grad = *needs_grad[:3], False
-    stores = scores_to_store(operands, options, needs_grad, together, many)
+    stores = scores_to_store(operands, options, needs_grad, together, stores_weights)
     if whole:
         launch_recomputed.whole_problems(call)
-    elif many or (any(stores) and not _leaves_idle(call, stores)):
-        _in_strips(call, stores, many)
+    elif stores_weights or (any(stores) and not _leaves_idle(call, stores)):
+        _in_strips(call, stores)
     else:
         if call.grad_query is not None or own_bias:
             launch_recomputed.confident_delta("query", call._replace(pieces=1), every)
@@ -163,13 +162,10 @@ def _is_whole(call: KernelCall) -> bool:
 
 def _stores_weights(call: KernelCall) -> bool:
     """Return True if backward stores the weights beside the gradients of the scores (strips.py)."""
-    size, features = call.size, max(call.size.K, call.size.E)
-    if call.pieces == 1:
-        return call.find_tile("query") is None
-    if features > MOST_FEATURES:
+    if call.find_tile("query") is None:  # no kernel recomputes scores of so many features
         return True
-    apart = call.find_tile("key and value") is None
-    return apart and features > MOST_FEATURES_IF_SHORT and max(size.M, size.N) <= SHORT
+    apart = call.pieces > 1 and call.find_tile("key and value") is None
+    return apart and max(call.size.M, call.size.N) <= MOST_POSITIONS
 
 
 def _is_own_bias(call: KernelCall, bias: Tensor | None) -> bool:
@@ -194,7 +190,7 @@ def _shares_bias(call: KernelCall) -> bool:
     return bias is not None and bias.shape[0] == 1 and size.B > 1 and max(size.M, size.N) <= LONGEST
 
 
-def _in_strips(call: KernelCall, stores: Stored, many: bool) -> None:
+def _in_strips(call: KernelCall, stores: Stored) -> None:
     """Write all gradients, strip by strip, and reuse one buffer for what the strips store."""
     size, bias, pieces = call.size, call.grad_bias, call.pieces if call.pieces > 1 else 0
     shared = (False, False) if bias is None else (bias.shape[0] == 1, bias.shape[1] == 1)
@@ -205,33 +201,34 @@ def _in_strips(call: KernelCall, stores: Stored, many: bool) -> None:
     total_bias = _sum_of(bias) if add_bias else bias
     summed = call._replace(grad_bias=total_bias)
     for _, of_heads in itertools.groupby(found, key=lambda strip: (strip.first_batch, strip.first_group)):
-        _strips_of_heads(summed, list(of_heads), stores, many, room, add_bias)
+        _strips_of_heads(summed, list(of_heads), stores, room, add_bias)
     _round_sum(total_bias, bias)
 
 
 def _strips_of_heads(
-    call: KernelCall, of_heads: Sequence[Strip], stores: Stored, many: bool, room: Tensor, add_bias: bool
+    call: KernelCall, of_heads: Sequence[Strip], stores: Stored, room: Tensor, add_bias: bool
 ) -> None:
     """Write the gradients of some batches and heads; of_heads holds all their strips of keys."""
     first, add = of_heads[0], len(of_heads) > 1
     call = call.of_batches(slice(first.first_batch, first.first_batch + first.batches))
     grad_query = None if call.grad_query is None else call.grad_query[:, first.heads(call.size)]
     total = _sum_of(grad_query) if add else grad_query
-    together = call.find_tile("key and value") is not None
-    # A kernel of both dk and dv splits the value itself. With more features, where dk and dv are
-    # computed apart, registers have no room for that.
+    stores_weights, together = _stores_weights(call), call.find_tile("key and value") is not None
+    # A kernel of both dk and dv splits the value itself. The others read it in pieces: that of dv
+    # has no registers left to split it, and that of scores loads it for each tile of queries.
     call = call.split(first.heads(call.size), first.key_heads, ("value",) if together else ())
-    kernel = "scores" if many else "key and value" if together else "value"
+    kernel = "scores" if stores_weights else "key and value" if together else "value"
     launch_recomputed.confident_delta(kernel, call, first)
     for strip in of_heads:
         memory = launch_stored_scores.memory_of(call, strip, stores, room)
-        if many:
+        if stores_weights:
             launch_stored_scores.store(call, strip, memory)
-        has_key = not many and launch_recomputed.key_value_gradient(call, strip, memory)
+        has_key = not stores_weights and launch_recomputed.key_value_gradient(call, strip, memory)
         if total is not None:
             launch_stored_scores.query_gradient(call, strip, memory, total, add)
         if not has_key:
-            launch_stored_scores.key_value_gradients(call, strip, memory, call.grad_value if many else None)
+            grad_value = call.grad_value if stores_weights else None
+            launch_stored_scores.key_value_gradients(call, strip, memory, grad_value)
         if call.grad_bias is not None:
             launch_stored_scores.bias_gradient(call, strip, memory, call.grad_bias, add_bias)
     _round_sum(total, grad_query)

@@ -51,6 +51,7 @@ def confident_delta(kernel: str, call: KernelCall, heads: Strip) -> None:
         return
     tile = call.tile(kernel)
     tiles = cdiv(call.size.M, tile.M)
+    # One stage: a pipeline of both products in pieces would take more shared memory than there is.
     confident_delta_kernel[(tiles * heads.batches * heads.groups * call.size.R,)](
         *call.tensors, call.grad_output, call.grad_logsumexp, call.row_terms, *call.strides,
         strides_of(call.grad_output), call.lse_strides, heads.batches, *call.sizes,

@@ -14,8 +14,9 @@ Which kernel computes the scores depends on the features:
 
 * With many features, a kernel computes the scores and nothing else. It stores the weights too, and
   dq, dk and dv are products of what is stored. In half precision these are more than 256 features,
-  whose sums of dk or dv do not fit into registers. In float32 they are more than 128, or more than
-  64 if the problems are short (decision 0101).
+  whose sums of dk or dv do not fit into registers. In float32 they are more than 128 features; with
+  at most 512 queries and keys, also fewer, if sums of dk and dv do not fit together (decision
+  0101).
 * Otherwise the kernel of dk and dv computes the scores, or the kernel of dv alone if sums of both
   do not fit into registers. The other gradients come from the stored gradients of scores.
 
@@ -94,12 +95,16 @@ class Stored(NamedTuple):
 
 
 def scores_to_store(
-    operands: Operands, options: AttentionOptions, needs_grad: Sequence[bool], together: bool, many: bool
+    operands: Operands,
+    options: AttentionOptions,
+    needs_grad: Sequence[bool],
+    together: bool,
+    stores_weights: bool,
 ) -> Stored:
     """Return what backward stores for each score.
 
-    together: one kernel computes dk and dv. many: there are so many features that the weights are
-    stored too.
+    together: one kernel computes dk and dv. stores_weights: a kernel computes scores and nothing
+    else, and stores the weights too.
 
     The gradient of a bias with more than one row and column needs stored gradients of scores. If
     another kernel writes the bias's gradient, needs_grad[3] is False here. Without such a bias,
@@ -110,7 +115,7 @@ def scores_to_store(
     query, key, value = needs_grad[:3]
     bias = operands.bias is not None and min(operands.bias.shape[2:]) > 1 and needs_grad[3]
     capped = options.softcap > 0
-    if many:
+    if stores_weights:
         return Stored(value, query or key or (bias and not capped), bias and capped)
     key_apart = key and not together
     expensive = operands.query.dtype.itemsize == 4 and (key_apart or (query and (key or value)))

@@ -90,7 +90,8 @@ FEWEST_FEATURES = 32
 # (decisions 0096, 0097). Its tiles may have fewer than 64 rows, so a call with a stride of 1
 # between rows does not take them. "key and value" computes dk and dv as long as the sums of both
 # fit into registers. With more features, dk and dv have a kernel each, or dk is a product of stored
-# gradients of scores.
+# gradients of scores. If "query" has no sizes either, all gradients are products of stored weights
+# and gradients of scores (launch_backward.py).
 Table = dict[str, tuple[tuple[int, TileSizes], ...]]
 ANY = 1 << 30
 LARGE_HALF: Table = {
@@ -155,10 +156,7 @@ LARGE_FLOAT: Table = {
         (256, TileSizes(128, 32, 128, 128, 8, 1)),
         (ANY, TileSizes(128, 32, 64, 128, 8, 1)),
     ),
-    "query": (
-        (64, TileSizes(64, 64, 64, 64, 4, 1)),
-        (128, TileSizes(128, 32, 128, 128, 8, 1)),
-    ),
+    "query": ((64, TileSizes(64, 64, 64, 64, 4, 1)), (128, TileSizes(128, 32, 128, 128, 8, 1))),
     "key and value of 2 pieces": (
         (64, TileSizes(64, 64, 64, 64, 4, 1)),
         (128, TileSizes(32, 128, 128, 128, 8, 2)),
@@ -168,8 +166,8 @@ LARGE_FLOAT: Table = {
         (ANY, TileSizes(64, 32, 128, 128, 4, 3)),
     ),
     "key and value of 3 pieces": ((64, TileSizes(32, 64, 64, 64, 4, 2)),),
-    "scores": ((ANY, TileSizes(64, 64, 64, 64, 4, 2)),),
     "value of 3 pieces": ((128, TileSizes(64, 64, 128, 128, 4, 1)),),
+    "scores": ((ANY, TileSizes(64, 64, 64, 64, 4, 2)),),
     "query of scores of 3 pieces": (
         (64, TileSizes(64, 64, 64, 64, 4, 3)),
         (ANY, TileSizes(64, 32, 128, 128, 4, 3)),
@@ -277,7 +275,8 @@ def _with_row_bias(
         return size._replace(stages=1)
     if kernel == "forward" and pieces == 3 and size.N > 32:
         size = size._replace(N=32, stages=size.stages + 1)
-        return size._replace(M=128, warps=8) if features > 64 else size  # decision 0101
+        # Above 64 features 128 queries are quicker beside 32 keys, 64 beside 64 (decision 0101).
+        return size._replace(M=128, warps=8) if features > 64 else size
     if kernel == "forward" and pieces == 3 and features > 128:  # two blocks of the query's features
         return size._replace(K=min(size.K, 64))
     if pieces > 1:

@@ -49,7 +49,7 @@ def tiles_unsupported_reason(call: Call, backend: str) -> str | None:
     if dtype not in EXPONENTIAL_DTYPES:
         return f"it takes only bfloat16, and the products are in {str(dtype).removeprefix('torch.')}"
     if len(head.inputs) > 2 or any(each.shape[-1] > SECOND_FEATURES for each in head.inputs[1:]):
-        return f"it takes only one linear term, and one of at most {SECOND_FEATURES} features beside it"
+        return f"it takes one linear term and at most one more, of at most {SECOND_FEATURES} features"
     for input, weight in zip(head.inputs, head.weights):
         if input.shape[-1] % 8:
             return f"it takes only features in a multiple of 8, and there are {input.shape[-1]}"

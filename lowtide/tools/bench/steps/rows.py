@@ -22,7 +22,7 @@ from rich.console import Group
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.core.collectives import is_dtensor
+from lowtide.core.collectives import part_of_rank
 from lowtide.memory import peak_memory
 from lowtide.tools.bench.measure import attempted
 from lowtide.tools.bench.providers import Unavailable
@@ -208,7 +208,7 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return this rank's bytes of parameters and optimizer states, which live from step to step."""
     states = [each for state in optimizer.state.values() for each in state.values()]
     tensors = (each for each in (*model.parameters(), *states) if isinstance(each, Tensor))
-    return sum((each.to_local() if is_dtensor(each) else each).nbytes for each in tensors)
+    return sum(part_of_rank(each).nbytes for each in tensors)
 
 
 FIGURES = StepFigures._fields

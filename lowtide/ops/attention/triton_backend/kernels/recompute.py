@@ -213,8 +213,7 @@ def key_value_gradient_kernel(
     queries. For a strip (strips.py), grad_z receives dz, and grad_scores dz multiplied by the soft
     cap's slope. BIAS_TRANSPOSED: the bias is KernelCall.transposed_bias, [keys, queries]. PIECES is
     the number of pieces of query, key, value and grad_output (bf16_split.py). With several pieces,
-    these operands hold the strip's heads only. Products of three pieces are summed separately, as
-    in tiles.add_product.
+    these operands hold the strip's heads only.
     """
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)

@@ -1,9 +1,8 @@
 """Compute the gradients of attention in Triton from stored gradients of scores, strip by strip.
 
-strips.py decides what is stored: the gradients of the scores and, if there are too many features
-for the kernels in recompute.py, the weights too. With so many features, `scores_kernel` writes
-both. Otherwise recompute.key_value_gradient_kernel writes the gradients. The other kernels of this
-file read what is stored, and recompute no score.
+strips.py decides what is stored: the gradients of the scores and, with many features, the weights
+too. `scores_kernel` then writes both. Otherwise recompute.key_value_gradient_kernel writes the
+gradients. The other kernels of this file read what is stored, and recompute no score.
 
 The layout is [heads, keys, queries], in which the queries of a key are contiguous and padded to a
 multiple of 16. If a query does not see a key, their element may never have been written. Kernels
@@ -20,8 +19,8 @@ import triton.language as tl
 from lowtide.core.kernels.launch import remember_launches
 from lowtide.core.kernels.triton_helpers import slope_of_tanh
 from lowtide.ops.attention.triton_backend.kernels.tiles import (
+    add_pieces,
     add_product,
-    dot_pieces,
     head,
     keep_mask,
     load_bias,
@@ -70,18 +69,12 @@ def sum_over_features(
     a_place, b_place, F, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Return tile + a b^T, loading one block of features at a time.
-
-    With three pieces, the products of each block are added up apart, as in tiles.product.
-    """
+    """Return tile + a b^T, loading one block of features at a time."""
     for block in range(0, BLOCKS):
         f = block * BLOCK + tl.arange(0, BLOCK)
         a = load_pieces(a_place, f, F, True, CUT, PIECES)
         b = load_pieces(b_place, f, F, True, CUT, PIECES)
-        if PIECES > 2:
-            tile += dot_pieces(a, b, tl.zeros_like(tile), PRECISION, PIECES, True)
-        else:
-            tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
+        tile = add_pieces(a, b, tile, PRECISION, PIECES, True)
     return tile
 
 

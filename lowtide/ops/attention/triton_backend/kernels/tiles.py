@@ -174,18 +174,23 @@ def dot_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSP
 
 
 @triton.jit
-def add_product(a, b, total, PRECISION: tl.constexpr, PIECES: tl.constexpr):
-    """Return total + a b, for a float32 tile a and a tile b that may be in pieces.
+def add_pieces(a, b, tile, PRECISION: tl.constexpr, PIECES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return what `dot_pieces` returns, with the products of three pieces added up apart.
 
-    With three pieces, the six products are first added up apart from the total, since tensor cores
-    round the sum towards 0 with every addition.
+    Tensor cores round the sum towards 0 with every addition. So the six products are first added up
+    from 0, and then joined to the tile.
     """
-    a = to_pieces(a, b, PIECES)
     if PIECES > 2:
-        total += dot_pieces(a, b, tl.zeros_like(total), PRECISION, PIECES, False)
+        tile += dot_pieces(a, b, tl.zeros_like(tile), PRECISION, PIECES, TRANSPOSED)
     else:
-        total = dot_pieces(a, b, total, PRECISION, PIECES, False)
-    return total
+        tile = dot_pieces(a, b, tile, PRECISION, PIECES, TRANSPOSED)
+    return tile
+
+
+@triton.jit
+def add_product(a, b, total, PRECISION: tl.constexpr, PIECES: tl.constexpr):
+    """Return total + a b, for a float32 tile a and a tile b that may be in pieces."""
+    return add_pieces(to_pieces(a, b, PIECES), b, total, PRECISION, PIECES, False)
 
 
 @triton.jit
@@ -195,8 +200,7 @@ def product(
 ):  # fmt: skip
     """Return tile + a b^T over all features.
 
-    The tiles a and b, loaded already, hold all features or the first block of them. With three
-    pieces, the products of each later block are added up apart, as in add_product.
+    The tiles a and b, loaded already, hold all features or the first block of them.
     """
     tile = dot_pieces(a, b, tile, PRECISION, PIECES, True)
     if BLOCKS > 1:
@@ -205,10 +209,7 @@ def product(
             f = block * BLOCK + tl.arange(0, BLOCK)
             next_a = load_pieces(a_place, f, F, CUT_A, CUT_F, PIECES)
             next_b = load_pieces(b_place, f, F, CUT_B, CUT_F, PIECES)
-            if PIECES > 2:
-                tile += dot_pieces(next_a, next_b, tl.zeros_like(tile), PRECISION, PIECES, True)
-            else:
-                tile = dot_pieces(next_a, next_b, tile, PRECISION, PIECES, True)
+            tile = add_pieces(next_a, next_b, tile, PRECISION, PIECES, True)
     return tile
 
 

@@ -36,7 +36,7 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         "it takes no soft cap of a divided head": options.softcap and options.sharded,
         "it takes no label smoothing of a divided head": options.label_smoothing and options.sharded,
         "it takes no soft cap with label smoothing": options.label_smoothing and options.softcap,
-        "it takes a soft cap from 2^-100 to 2^100": options.softcap and not _in_range(options.softcap),
+        "it takes only a soft cap from 2^-100 to 2^100": options.softcap and not _in_range(options.softcap),
         "it takes only a head whose classes are not divided into segments": options.segments,
     }
     return units_unsupported_reason(call, backend, refused)

@@ -50,7 +50,7 @@ def unsupported_reason(call: Call, backend: str) -> str | None:
         # The smoothing term is of rank 1 only as long as no soft cap bends the logits.
         return "it takes no soft cap with label smoothing"
     if reason is None and call.options.softcap > LARGEST_CAP:
-        return "it takes a soft cap of at most 2^24"
+        return "it takes only a soft cap of at most 2^24"
     return reason
 
 

@@ -73,7 +73,19 @@ ONE_TILE = (
 SHARED = "launch_small_problems.short_bias_gradient_kernel"
 WAYS = {
     "torch": Way("torch", (1, 2, 3, 17, 64, 257, 700)),
-    "triton": Way("triton", (2, 3, 17, 64, 130), settings={"launch_backward.FEW_SCORES": 0}),
+    "triton": Way(
+        "triton",
+        (2, 3, 17, 64, 130),
+        settings={"launch_backward.FEW_SCORES": 0},
+        launches_float=("launch_stored_scores.scores_kernel",),
+    ),
+    "long": Way(
+        "triton",
+        (17, 70, 130),
+        (72, 96),
+        settings={"launch_backward.FEW_SCORES": 0, "launch_backward.MOST_POSITIONS": 0},
+        launches_float=("launch_recomputed.key_value_gradient_kernel",),
+    ),
     # The gradient of a bias of keys takes another way, which needs the low half that forward wrote.
     "one tile": Way(
         "triton", (2, 3, 17, 64), (8, 32, 64), 1, {"launch_small_problems.FEWEST": 1}, ONE_TILE, ONE_TILE
@@ -145,6 +157,7 @@ GRID = [
     )),
     *((way, dtype, dtype) for way in ("triton", "one tile", "short") for dtype in (torch.float32, *HALVES)),
     ("recomputed", torch.float32, torch.float32),
+    ("long", torch.float32, torch.float32),
 ]  # fmt: skip
 LIMITS = {torch.float32: 1.1, torch.bfloat16: 1.3, torch.float16: 1.3}
 

@@ -243,6 +243,21 @@ def test_tf32_allowed(device, name, matmul_precision):
         assert 2 * of_three < of_two < of_tf32 / 16
 
 
+def test_gradients_with_tf32_allowed(device, matmul_precision):
+    """Gradients from stored weights err more than in float32, and much less than TF32's."""
+    skip_unless_runnable("triton", device)
+    case = make_case(1, 20, 140, 2, K=150, bias=(0, 1, 1, 1), device=device)
+    upstream = make_upstream(case)
+    exact = differentiate(dense, case.to(torch.float64), upstream)
+    found = []
+    for setting in ("highest", "high"):
+        matmul_precision(setting)
+        gradients = differentiate(ours, case, upstream, backend="triton")
+        found.append([norm(gradients[name] - each) / norm(each) for name, each in exact.items()])
+    for three, two in zip(*found):
+        assert 2 * three < two < 2**-11 / 16
+
+
 @pytest.mark.parametrize(
     ("dtype", "device_name", "message"),
     [
