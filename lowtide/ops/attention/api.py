@@ -103,8 +103,9 @@ def memory_efficient_attention(
 
     Args:
         attn_bias: one of these:
-            a tensor that broadcasts to [B, H, M, N] ([B, M, N] or [B, G, H, M, N] in the other
-            layouts): floating-point, added to the scores; or bool, where True takes part;
+            a tensor that broadcasts to [B, H, M, N] (in the other layouts [B, M, N], or
+            [B, G, H, M, N] with both G and H or 1 for both): floating-point, added to the scores;
+            or bool, where True takes part;
             a mask of :mod:`lowtide.attn_bias`, with or without such a tensor
             (``mask.add_bias(tensor)``);
             ``causal_upper_left`` or ``causal_lower_right`` of torch.nn.attention.bias.
