@@ -105,10 +105,10 @@ def _of_several_tiles(
     own_bias = together and _is_own_bias(call, bias)
     grad_bias = bias_of_scores = bias_sum = None
     if bias is not None:
-        if bias.shape[2] == 1:  # the kernel of dk, dv or the stored scores sums dz over queries
-            bias_sum = statistics.new_empty(B, H, 1, N)
-        elif bias.shape[3] == 1:
+        if bias.shape[3] == 1:  # first, since sums of dz over all keys are rounding errors alone
             grad_bias = _bias_of_queries(bias, call.grad_logsumexp, statistics)
+        elif bias.shape[2] == 1:  # the kernel of dk, dv or the stored scores sums dz over queries
+            bias_sum = statistics.new_empty(B, H, 1, N)
         else:
             # The kernel of dq skips keys that no query of its tile sees: there the gradient is 0.
             skips = own_bias and operands.first is not None
