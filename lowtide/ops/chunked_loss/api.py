@@ -128,9 +128,10 @@ def chunked_loss(
             of its rows' losses, a floating-point tensor.
         head: an nn.Module, a bound method of one, or a functools.partial:
             ``partial(F.linear, weight=weight)``. Arguments of the partial may be modules and
-            tensors, also inside dictionaries, lists and tuples. The same holds for `loss_fn`. The
-            parameters of these modules, and these tensors, get gradients. A parameter that requires
-            a gradient must not be reached only through a closure or a global: this is an error.
+            tensors, also inside dictionaries, lists and tuples (a chunk gets a copy of such a
+            container, and others as they are: logs). The same holds for `loss_fn`. The parameters
+            of these modules, and these tensors, get gradients. A parameter that requires a gradient
+            must not be reached only through a closure or a global: this is an error.
             The functions may make leaves of their own that nothing keeps after the chunk
             (``positions.detach().requires_grad_()``, to differentiate an energy by it).
             Parameters may be frozen, tied or adapted (LoRA). A parameter that no chunk reaches gets

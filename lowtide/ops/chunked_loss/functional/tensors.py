@@ -7,6 +7,7 @@ the originals do not see the gradients of single chunks. Tensors in a closure ca
 (leaves.py).
 """
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -89,9 +90,9 @@ class Functional:
 
         `run` must include the backward pass, in which a head with checkpoints runs once more.
         """
-        for copy, original in zip(learned, self.learned):
-            if copy.__dict__ is not original.__dict__:  # as in the pass's first chunk
-                _pass_off(copy, original)
+        for own, original in zip(learned, self.learned):
+            if own.__dict__ is not original.__dict__:  # as in the pass's first chunk
+                _pass_off(own, original)
         # torch.func.functional_call does the same, but takes 30 times as long, for each chunk.
         originals = [parameters[name] for parameters, name, _ in self._parameters]
         try:
@@ -125,7 +126,7 @@ def find_owned(function: Any, name: str) -> Iterator[tuple[str, nn.Module | Tens
         yield from find_owned(function.func, name)
         for key, value in (*enumerate(function.args), *function.keywords.items()):
             yield from find_owned(value, f"{name}.{key}")
-    elif type(function) in (dict, list, tuple):
+    elif _is_container(function):
         for key, value in function.items() if isinstance(function, dict) else enumerate(function):
             yield from find_owned(value, f"{name}.{key}")
     elif inspect.ismethod(function):
@@ -144,26 +145,46 @@ def _is_plain(kind: Any) -> bool:
     return not own and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-def _pass_off(copy: Tensor, original: Tensor) -> None:
+def _pass_off(own: Tensor, original: Tensor) -> None:
     """Give a copy the class and the attributes of its original, for code that asks for them.
 
     Code asks whether a tensor is an nn.Parameter, and muP asks each parameter for its `infshape`.
     """
-    if type(copy) is Tensor and is_plain(original):
-        copy.__class__ = type(original)
-        copy.__dict__ = original.__dict__  # what the code writes there is seen on the original
-    elif copy is not original:
-        vars(copy).update({key: each for key, each in vars(original).items() if key not in vars(copy)})
+    if type(own) is Tensor and is_plain(original):
+        own.__class__ = type(original)
+        own.__dict__ = original.__dict__  # what the code writes there is seen on the original
+    elif own is not original:
+        vars(own).update({key: each for key, each in vars(original).items() if key not in vars(own)})
+
+
+def _is_container(value: Any) -> bool:
+    """Return True for dictionaries (OrderedDict, outputs of Transformers), lists and tuples."""
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    return isinstance(value, (dict, list)) or type(value) is tuple or named
 
 
 def _replaced(value: Any, new: dict[int, Tensor]) -> Any:
-    """Return a value with its tensors replaced by `new`, also inside partials and containers."""
+    """Return a value with its tensors replaced by `new`, also inside partials and containers.
+
+    A value without such tensors is returned itself: the functions may write to it (a log).
+    """
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
     if isinstance(value, functools.partial):
-        arguments = (_replaced(each, new) for each in value.args)
-        keywords = {key: _replaced(each, new) for key, each in value.keywords.items()}
-        return functools.partial(_replaced(value.func, new), *arguments, **keywords)
-    if type(value) is dict:
-        return {key: _replaced(each, new) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(each, new) for each in value)
-    return new.get(id(value), value) if isinstance(value, Tensor) else value
+        function, arguments = _replaced(value.func, new), _replaced(value.args, new)
+        keywords = _replaced(value.keywords, new)
+        same = function is value.func and arguments is value.args and keywords is value.keywords
+        return value if same else functools.partial(function, *arguments, **keywords)
+    if not _is_container(value):
+        return value
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    changed = {key: own for key in keys if (own := _replaced(value[key], new)) is not value[key]}
+    if not changed:
+        return value
+    if isinstance(value, tuple):
+        parts = [changed.get(key, each) for key, each in enumerate(value)]
+        return type(value)._make(parts) if hasattr(value, "_fields") else tuple(parts)  # type: ignore[attr-defined]
+    copied = copy.copy(value)
+    for key, each in changed.items():
+        copied[key] = each
+    return copied
