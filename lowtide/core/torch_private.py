@@ -126,6 +126,9 @@ backward_id: Any = _find("_C._current_graph_task_id") or object
 dispatch_modes = _find("_C._len_torch_dispatch_stack") or _many_modes
 """The number of modes that see each operation, such as make_fx's and those of fake tensors."""
 
+without_modes: Any = _find("utils._python_dispatch._disable_current_modes") or contextlib.nullcontext
+"""Return a context manager in which none of these modes sees an operation."""
+
 function_modes = _find("_C._len_torch_function_stack") or _many_modes
 """The number of modes that see each call of a function."""
 profiles = _find("_C._autograd._profiler_enabled") or _profiled

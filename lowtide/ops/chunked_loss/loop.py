@@ -174,7 +174,7 @@ class _Loop:
         """
         was, now = self.job.losses[place], value.sum(dtype=sum_dtype(value.dtype))
         differs = (now - was).abs() > self.digits * (was.abs() + rows)
-        if type(differs) is not Tensor or differs.is_cuda:
+        if type(differs) is not Tensor or differs.device.type in ("cuda", "meta"):
             return seed.masked_fill(differs, torch.nan)
         if differs:
             raise other_loss(float(was), float(now))

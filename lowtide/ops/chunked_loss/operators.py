@@ -101,7 +101,7 @@ class GradientSumMode(TorchFunctionMode):
             return None
         kind = input.device.type
         dtype = input.dtype
-        if torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
+        if kind != "meta" and torch.is_autocast_enabled(kind) and torch.float64 not in (dtype, weight.dtype):
             dtype = torch.get_autocast_dtype(kind)
         elif weight.dtype != dtype:
             return None  # let torch raise its own error

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from lowtide.core import torch_private
+
 
 class Replay:
     """Hold the generators' states at the start of each chunk, and the call's autocast settings."""
@@ -70,4 +72,6 @@ class Replay:
         """Return the generators' states (5 KB), or `last` itself if it equals them."""
         others = (torch.get_device_module(device).get_rng_state(device) for device in self.devices)
         now = (torch.get_rng_state(), *others)
-        return last if last and all(torch.equal(*each) for each in zip(now, last)) else now
+        # These are real tensors, which torch.equal refuses under a mode of fake tensors.
+        with torch_private.without_modes() if torch_private.dispatch_modes() else contextlib.nullcontext():
+            return last if last and all(torch.equal(*each) for each in zip(now, last)) else now
