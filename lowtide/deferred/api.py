@@ -169,8 +169,8 @@ def defer_logits(
 
     `F.kl_div` of a student's log-softmax and a teacher that needs no gradient takes the operator of
     :func:`lowtide.distillation.forward_kl` if the teacher's logits are deferred too, at the same
-    temperature, and else that of the loss. With ``reduction="none"``, and for a head that is
-    divided over ranks, the logits become real.
+    temperature, and else that of the loss for the gradient, and chunks for the value. With
+    ``reduction="none"``, and for a head that is divided over ranks, the logits become real.
 
     Any other operation materialises the logits once, exactly as the model would have computed them
     (in the chunks' order of additions if values have been picked from chunks before), and gives one

@@ -1,26 +1,25 @@
 """Compute torch's kl_div of deferred logits: by distillation's operator, or as a cross-entropy.
 
-Shapes: [...] are the rows, V classes.
+Shapes: [...] are the rows, V classes; C rows of a chunk.
 """
 
 import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowtide.core.collectives import is_dtensor
-from lowtide.deferred.operations.loss import loss as cross_entropy
+from lowtide.core.rowwise.variables import Tensors
+from lowtide.deferred.operations.loss import loss_of
 from lowtide.deferred.operations.row_values import counted
 from lowtide.deferred.proxies.handlers import handles
 from lowtide.deferred.proxies.logits import DeferredLogits
-from lowtide.deferred.recorded import expression
+from lowtide.deferred.recorded import chunks, expression
 from lowtide.deferred.recorded.expression import Node, below
 from lowtide.deferred.recorded.match_head import LinearHead, match_head
 from lowtide.ops.distillation import forward_kl
-
-# The entropy of probabilities is added up over parts of this many bytes.
-PART = 1 << 24
 
 
 @handles("kl_div")
@@ -35,11 +34,12 @@ def kl_div(
     """Compute kl_div of a deferred student's log-softmax and a teacher without gradients.
 
     The operator of distillation takes a teacher whose logits are deferred too, and divided by the
-    same temperature. With any other teacher the divergence is a cross-entropy less an entropy,
+    same temperature. With any other teacher the gradient is that of the cross-entropy,
 
         sum p (log p - log q) = - sum p log q - H(p)
 
-    The divergences of single classes need real logits.
+    and the value is computed a chunk of rows at a time. The divergences of single classes need real
+    logits.
     """
     divisors = {"sum": 1, "mean": input.meta.numel(), "batchmean": len(input.meta)}
     is_old = size_average is not None or reduce is not None
@@ -84,15 +84,36 @@ def _of_probabilities(input: DeferredLogits, logits: Node, target: Any, log_targ
     """Return the sum over all rows, given the teacher's real probabilities or their logarithms."""
     if isinstance(target, DeferredLogits):
         target = target.real("torch.kl_div")
-    meta = torch.empty(input.shape, dtype=logits.dtype, device="meta")
-    p_NV = (target.exp() if log_target else target).reshape(-1, input.classes)
-    z_NV = input.like(logits, meta, copied=True).reshape(-1, input.classes)
-    loss = cross_entropy("cross_entropy", z_NV, p_NV, reduction="sum")
-    if loss is NotImplemented:
-        return loss
-    rows = max(1, PART // (p_NV.shape[1] * p_NV.element_size()))
-    parts = (torch.special.entr(part).sum(dtype=loss.dtype) for part in p_NV.split(rows))
-    return loss - functools.reduce(torch.add, parts)
+    node, head = match_head(logits)
+    shape, workspace = expression.hidden(node).shape[:-1], input.head_call.workspace
+    target = target.reshape(*shape, input.classes)
+    # The cross-entropy has too few digits left for its small difference from the entropy. So the
+    # numbers are those of the rows, at the price of one more product. Rows keep the target for
+    # their gradient, and the cross-entropy does not.
+    with torch.set_grad_enabled(torch.is_grad_enabled() and head is None):
+        rows = functools.partial(_of_rows, log_target=log_target)
+        (losses,) = chunks.by_rows(node, shape, 1, rows, target, copies=4, workspace=workspace)
+        total = losses.sum()
+    if head is not None and torch.is_grad_enabled() and expression.requires_grad(node):
+        p = target.exp() if log_target else target
+        options = {"weight": None, "ignore_index": -100, "label_smoothing": 0.0, "reduction": "sum"}
+        total = _with_gradient_of(loss_of(input, node, head, p, options), total)
+    return counted(input, total)
+
+
+def _of_rows(z_CV: Tensor, target_CV: Tensor, *, log_target: bool) -> Tensors:
+    """Return the divergence of each row, as torch computes it, in float32 at least."""
+    wide = torch.promote_types(torch.promote_types(z_CV.dtype, target_CV.dtype), torch.float32)
+    with torch.autocast(z_CV.device.type, enabled=False):
+        log_q_CV = z_CV.to(wide).log_softmax(-1)
+        each_CV = F.kl_div(log_q_CV, target_CV.to(wide), reduction="none", log_target=log_target)
+        return (each_CV.sum(-1),)
+
+
+def _with_gradient_of(loss: Tensor, value: Tensor) -> Tensor:
+    """Return the value, which is differentiated as the loss."""
+    zero = torch.where(loss.isinf(), loss, loss - loss.detach())  # inf - inf would be NaN
+    return value + zero
 
 
 def _attached(node: Node) -> Node:

@@ -61,7 +61,7 @@ def loss(
     mesh = expression.data_mesh(node)
     node, head = match_head(node)
     if mesh is None or (head is not None and is_dtensor(head.weights[0])):
-        result = _loss(input, node, head, target, options)
+        result = loss_of(input, node, head, target, options)
     else:
         result = _loss_of_ranks(input, node, head, target, options, mesh)
     if result is NotImplemented:
@@ -97,8 +97,8 @@ def _loss_of_ranks(
     """
     reduction = options["reduction"]
     if reduction == "none":
-        return _loss(input, node, head, target, options, mesh)
-    loss = _loss(input, node, head, target, options | {"reduction": "sum"}, mesh)
+        return loss_of(input, node, head, target, options, mesh)
+    loss = loss_of(input, node, head, target, options | {"reduction": "sum"}, mesh)
     if loss is NotImplemented and reduction == "mean":
         raise ArgumentError(
             "the mean of these logits of a head of lowtide.shard_head would be that of this rank's "
@@ -111,7 +111,7 @@ def _loss_of_ranks(
     return mean_of_losses(loss, mesh)
 
 
-def _loss(
+def loss_of(
     input: DeferredLogits,
     node: Node,
     head: LinearHead | None,
@@ -119,7 +119,10 @@ def _loss(
     options: dict[str, Any],
     mesh: Any = None,
 ) -> Any:
-    """Return the loss by the operator or by chunks; NotImplemented if real logits are needed."""
+    """Return the loss by the operator or by chunks, which no one has counted.
+
+    It is NotImplemented if real logits are needed.
+    """
     weight, workspace = options["weight"], input.head_call.workspace
     if head is None:
         differentiates_weight = weight is not None and weight.requires_grad and torch.is_grad_enabled()
