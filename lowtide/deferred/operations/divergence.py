@@ -88,8 +88,8 @@ def _of_probabilities(input: DeferredLogits, logits: Node, target: Any, log_targ
     shape, workspace = expression.hidden(node).shape[:-1], input.head_call.workspace
     target = target.reshape(*shape, input.classes)
     # The cross-entropy has too few digits left for its small difference from the entropy. So the
-    # numbers are those of the rows, at the price of one more product. Rows keep the target for
-    # their gradient, and the cross-entropy does not.
+    # value is computed from rows, at the price of one more product (decision 0102). Rows keep the
+    # target for their gradient, and the cross-entropy does not.
     with torch.set_grad_enabled(torch.is_grad_enabled() and head is None):
         rows = functools.partial(_of_rows, log_target=log_target)
         (losses,) = chunks.by_rows(node, shape, 1, rows, target, copies=4, workspace=workspace)
