@@ -96,6 +96,11 @@ def test_log_probs_in_the_words_of_the_loss():
     x, w, y = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
     with pytest.raises(TypeError, match="for reduction weigh and sum the log_prob"):
         lowtide.linear_log_probs(x, w, y, reduction="mean")
+    for function in (lowtide.linear_log_probs, lowtide.linear_cross_entropy):
+        with pytest.raises(
+            TypeError, match=r"for mask set target to ignore_index \(-100\) where the mask is 0"
+        ):
+            function(x, w, y, mask=y > 0)
     with pytest.raises(TypeError, match=r"for z_loss call lowtide\.linear_cross_entropy, which has it"):
         lowtide.linear_log_probs(x, w, y, z_loss=1e-4)
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 # Advice for names of Liger, Cut Cross-Entropy, torch and model configs that are no arguments here.
 INSTEAD_OF = {
+    **dict.fromkeys(
+        ("mask", "attention_mask", "loss_mask"), "set target to ignore_index (-100) where the mask is 0"
+    ),
     **dict.fromkeys(("_input", "e", "hidden", "hidden_states"), "pass input"),
     **dict.fromkeys(("lin_weight", "c"), "pass linear_weight"),
     **dict.fromkeys(("label", "labels", "targets"), "pass target"),
