@@ -1,4 +1,4 @@
-"""How backward divides its scores into strips, and how much memory a strip takes.
+"""Backward divides its scores into strips that cover all of them, in bounded memory.
 
 Shapes: B batches, M queries, N keys, H query heads, G key heads, K features of queries and keys, E
 of values.

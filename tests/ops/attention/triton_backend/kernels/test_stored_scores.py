@@ -102,7 +102,7 @@ def of_head(case, keys):
 
 
 def stores_weights(features):
-    """Of float32 without TF32."""
+    """Return True if float32, without TF32, stores the weights of so many features."""
     return features > (64 if launch_backward.MOST_POSITIONS else 128)
 
 
