@@ -91,7 +91,7 @@ def test_state_dict_of_functional_call(device):
 
 @pytest.mark.parametrize("how", ["partial", "argument"])
 def test_logs_are_the_callers_own(device, how):
-    """The functions write into the containers that the caller gave, and the caller finds it there."""
+    """The functions write into the containers that they were given."""
     head, hidden, labels = make("linear", device=device)
     counts, losses, kinds = {}, [], Counter()
 
