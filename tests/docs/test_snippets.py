@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.docs.snippets import DOCS, PAGES, ROOT, blocks_of, missing, needs_earlier_blocks, run
+from tests.docs.snippets import DOCS, PAGES, ROOT, blocks_of, forget, missing, needs_earlier_blocks, run
 from tests.support.ranks import needs_gloo, run_ranks
 
 # Pages whose imports, or whose compilation, take many seconds.
@@ -53,6 +53,7 @@ def test_page_blocks_run(name):
         ast.parse(block)  # also what is not run here
         if missing(block) is None:
             run(block, names, f"{name}, block {number}")
+    forget(names)
 
 
 @needs_gloo

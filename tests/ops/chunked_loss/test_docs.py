@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from tests.docs.snippets import DOCS, blocks_of, run
+from tests.docs.snippets import DOCS, blocks_of, forget, run
 
 PAGE = DOCS / "howto" / "own_loss.md"
 
@@ -41,3 +41,4 @@ def test_docs_fsdp_block_leaves_gradients():
     finally:
         torch.distributed.destroy_process_group()
     assert names["model"].lm_head.weight.grad.full_tensor().isfinite().all()
+    forget(names)
