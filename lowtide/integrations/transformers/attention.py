@@ -16,7 +16,8 @@ from transformers.masking_utils import sdpa_mask
 from lowtide.core.errors import ArgumentError
 from lowtide.integrations.transformers.masks import DenseMask, PackedMask, mask
 from lowtide.ops.attention import memory_efficient_attention, memory_efficient_attention_with_lse
-from lowtide.ops.attention.definition.masks import AttentionBias, Band, LowerTriangularMask
+from lowtide.ops.attention.definition.intervals import Band
+from lowtide.ops.attention.definition.masks import AttentionBias, LowerTriangularMask
 
 NAME = "lowtide"
 HIDDEN = 1e4  # decision 0028

@@ -17,7 +17,8 @@ from transformers.masking_utils import sdpa_mask
 from lowtide.core.errors import ArgumentError
 from lowtide.integrations.transformers.bands import Shown, band
 from lowtide.ops.attention.definition.block_diagonal import BlockDiagonalCausalMask
-from lowtide.ops.attention.definition.masks import AttentionBias, Band, LowerTriangularMask
+from lowtide.ops.attention.definition.intervals import Band
+from lowtide.ops.attention.definition.masks import AttentionBias, LowerTriangularMask
 
 ELSE = "attn_implementation='lowtide' makes no tensor for such; use 'sdpa' or 'eager' with this model"
 ELEMENTS = 1 << 22

@@ -24,7 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from lowtide.core import torch_private
 from lowtide.core.autodiff import is_differentiated
-from lowtide.ops.attention.definition.masks import Band, intervals
+from lowtide.ops.attention.definition.intervals import Band
+from lowtide.ops.attention.definition.masks import intervals
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
 from lowtide.ops.attention.operator import autograd
 from lowtide.ops.attention.sdpa import alignment

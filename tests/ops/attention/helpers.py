@@ -13,7 +13,8 @@ from torch import Tensor
 import lowtide
 from lowtide.memory import Peak, peak_memory
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
-from lowtide.ops.attention.definition.masks import intervals, visible, window_band
+from lowtide.ops.attention.definition.intervals import visible
+from lowtide.ops.attention.definition.masks import intervals, window_band
 from tests.support.budgets import Result, budget, norm
 from tests.support.loss import skip_unless_runnable
 

@@ -4,7 +4,8 @@ Nothing here chooses a backend or runs a kernel.
 
 The modules, in the order of imports (a module imports only those above it):
 
-    masks.py           the mask classes, and the interval of keys that each query sees
+    intervals.py       the interval of keys that each query sees, and which vectors are kept
+    masks.py           the mask classes
     block_diagonal.py  the masks of several sequences
     operands.py        the tensors and options of a call, in one layout
     validation.py      errors for arguments that do not fit

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.attention.definition.masks import AttentionBias, Band, may_keep
+from lowtide.ops.attention.definition.intervals import Band, may_keep
+from lowtide.ops.attention.definition.masks import AttentionBias
 
 Mask = TypeVar("Mask", bound="BlockDiagonalMask")
 

@@ -1,24 +1,29 @@
 """Define the masks, under the names that xformers gave them.
 
-A query sees a key if it attends to the key. With each of these masks a query sees one interval of
-keys, and the intervals of later queries begin and end no earlier. So a mask is two vectors of M
-numbers. From these vectors the kernels know which tiles to skip, which to take whole, and in which
-to mask single scores. `mask.add_bias(tensor)` adds a tensor that broadcasts to the scores.
+With each of these masks a query sees one interval of keys (intervals.py). `mask.add_bias(tensor)`
+adds a tensor that broadcasts to the scores.
 
 Shapes: M queries, N keys; i counts queries, j keys.
 """
 
 import copy
 from collections.abc import Hashable, Sequence
-from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lowtide.core.errors import Absent, ArgumentError, ArgumentTypeError, advises
-from lowtide.core.operator import seen_by_nobody
+from lowtide.ops.attention.definition.intervals import (
+    Band,
+    Intervals,
+    Kept,
+    kept,
+    of_bands,
+    rows_of_keys,
+    visible,
+)
 
 # Advice on how to add several tensors up to one bias; the page that it names has an example.
 ONE_TENSOR = (
@@ -46,28 +51,11 @@ INSTEAD_OF = {
 }
 # A side of a window that no call reaches; with it, positions are int32.
 WIDEST = 1 << 30
-
-
-class Band(NamedTuple):
-    """Hold the band of keys that a query sees: -left <= j - i - offset <= right.
-
-    None is no limit. The offset is 0, or N - M if the band is counted from the bottom right. Then
-    the diagonal j = i + offset ends at the last query and the last key.
-    """
-
-    left: int | None = None
-    right: int | None = None
-    from_bottom_right: bool = False
-
-
-class Intervals(NamedTuple):
-    """Hold the interval of keys that each query i sees, first_i <= j < end_i.
-
-    Both vectors are non-decreasing.
-    """
-
-    first_M: Tensor  # int32
-    end_M: Tensor  # int32
+# The intervals of masks without sequences are kept here, up to so many queries and keys. Longer
+# vectors would hold memory, and take little of their call's time.
+LONGEST_KEPT = 1 << 14
+_intervals_of_bands: Kept = {}
+_rows_of_bands: Kept = {}
 
 
 class AttentionBias:
@@ -81,7 +69,7 @@ class AttentionBias:
     """The mask's tensor: added to the scores (bool: True takes part), broadcast to [B, H, M, N]."""
     made_for: tuple[int, int] | None = None
     """The numbers of queries and keys that the mask is for; None if it is for any."""
-    kept_intervals: "dict[Any, Intervals] | None" = None
+    kept_intervals: Kept | None = None
     """The intervals that calls have computed, or None if the mask keeps none.
 
     Only a mask whose `blocks` never change may keep them.
@@ -261,75 +249,36 @@ def intervals(
 ) -> Intervals | None:
     """Return the interval of keys that each query sees; None if all queries see all keys.
 
-    A mask of sequences keeps it for later calls, as all layers of a model share the mask.
+    It is kept for later calls, as all layers of a model share the mask.
     """
-    kept = None if mask is None else mask.kept_intervals
-    if mask is None or kept is None or not may_keep(device):
-        return _intervals(mask, window, M, N, device)
-    # A call on another stream would not wait for the vectors.
-    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
-    # Autograd saves no vectors that inference mode has made.
-    key = device, stream, torch.is_inference_mode_enabled(), M, N, mask.band, window
-    found = kept.get(key)
-    if found is None:
-        found = _intervals(mask, window, M, N, device)
-        if found is not None:
-            kept[key] = found
-    return found
+    band = None if mask is None else mask.band
+    bands = [each for each in (band, window) if each is not None]
+
+    def compute() -> Intervals | None:
+        return of_bands(bands, None if mask is None else mask.blocks(device), M, N, device)
+
+    known = _known(_intervals_of_bands, mask, M, N)
+    return compute() if known is None else kept(known, (M, N, band, window), device, compute)
 
 
-def may_keep(device: torch.device) -> bool:
-    """Return True if vectors that are computed now are of use to later calls.
+def rows_of(
+    mask: AttentionBias | None, window: Band | None, found: Intervals, N: int
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of keys for these intervals of the mask; they are kept like the intervals."""
 
-    Modes, such as that of selective checkpoints, must see the same operators in each call.
-    Transforms wrap what is made in them. A CUDA graph may reuse the memory of what is made in its
-    capture.
-    """
-    if torch.compiler.is_compiling() or not seen_by_nobody(()):
-        return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    def compute() -> tuple[Tensor, Tensor]:
+        return rows_of_keys(*found, N)
 
-
-def _intervals(
-    mask: AttentionBias | None, window: Band | None, M: int, N: int, device: torch.device
-) -> Intervals | None:
-    starts = None if mask is None else mask.blocks(device)
-    bands = [band for band in (None if mask is None else mask.band, window) if band is not None]
-    bands = [band for band in bands if (band.left, band.right) != (None, None)]
-    if starts is None and not bands:
-        return None
-    row_M = torch.arange(M, dtype=torch.int32, device=device)
-    # Without sequences these stay plain numbers: on CUDA a vector operation takes the host 5 us.
-    low: Any = 0
-    high: Any = N
-    offset: Any = N - M
-    if starts is not None:
-        q_starts, k_starts = starts
-        block_M = torch.searchsorted(q_starts[1:], row_M, right=True)
-        low, high = k_starts[block_M], k_starts[block_M + 1]
-        row_M = row_M - q_starts[block_M] + low  # the key at the query's position in the sequence
-        offset = high - low - (q_starts[block_M + 1] - q_starts[block_M])
-    firsts, ends = [], []
-    for band in bands:
-        shift = offset if band.from_bottom_right else 0
-        if band.left is not None:
-            firsts.append((row_M + (shift - band.left)).clamp(low, high))
-        if band.right is not None:
-            ends.append((row_M + (shift + band.right + 1)).clamp(low, high))
-    first_M = reduce(torch.maximum, firsts) if firsts else _vector(low, row_M)
-    end_M = reduce(torch.minimum, ends) if ends else _vector(high, row_M)
-    return Intervals(first_M, end_M)
+    M, band = len(found.first_M), None if mask is None else mask.band
+    known = _known(_rows_of_bands, mask, M, N)
+    return compute() if known is None else kept(known, (M, N, band, window), found.first_M.device, compute)
 
 
-def _vector(bound: int | Tensor, like: Tensor) -> Tensor:
-    """Return the bound as a vector like `like`."""
-    return bound if isinstance(bound, Tensor) else torch.full_like(like, bound)
-
-
-def visible(found: Intervals, N: int) -> Tensor:
-    """Return the mask as a dense matrix [M, N], True where query i sees key j."""
-    key_N = torch.arange(N, dtype=torch.int32, device=found.first_M.device)
-    return (key_N >= found.first_M[:, None]) & (key_N < found.end_M[:, None])
+def _known(of_bands: Kept, mask: AttentionBias | None, M: int, N: int) -> Kept | None:
+    """Return where a mask's vectors are kept, or None if they are not."""
+    if mask is not None and type(mask) not in BY_BAND:
+        return mask.kept_intervals
+    return of_bands if max(M, N) <= LONGEST_KEPT else None
 
 
 def is_plain_causal(mask: AttentionBias | None, M: int, N: int) -> bool:

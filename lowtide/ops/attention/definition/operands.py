@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide.ops.attention.definition.masks import AttentionBias, Band
+from lowtide.ops.attention.definition.intervals import Band
+from lowtide.ops.attention.definition.masks import AttentionBias
 
 
 class Operands(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowtide.core.autodiff import without_autocast
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, rescale, row_keys
-from lowtide.ops.attention.definition.masks import Intervals, visible
+from lowtide.ops.attention.definition.intervals import Intervals, visible
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, sizes
 
 

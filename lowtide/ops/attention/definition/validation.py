@@ -13,7 +13,8 @@ from torch.nn import Parameter
 
 from lowtide.core.checks import DTYPES, check_choice, check_devices, check_number
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.attention.definition.masks import ONE_TENSOR, AttentionBias, Band, is_from_torch, window_band
+from lowtide.ops.attention.definition.intervals import Band
+from lowtide.ops.attention.definition.masks import ONE_TENSOR, AttentionBias, is_from_torch, window_band
 from lowtide.ops.attention.definition.operands import Operands, sizes
 
 Backend = Literal["auto", "sdpa", "triton", "torch", "reference"]

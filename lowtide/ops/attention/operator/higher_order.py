@@ -13,7 +13,7 @@ from lowtide.core.rowwise.row_function import Rowwise
 from lowtide.core.rowwise.variables import Both, Tensors
 from lowtide.ops.attention.definition import reference
 from lowtide.ops.attention.definition.dropout import column_keys, keep_mask, row_keys
-from lowtide.ops.attention.definition.masks import Intervals, visible
+from lowtide.ops.attention.definition.intervals import Intervals, visible
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, sizes
 
 # A derivative is assumed to hold COPIES copies of a chunk's scores, which may take WORKSPACE bytes

@@ -16,7 +16,8 @@ from lowtide.core.autodiff import is_differentiated, scatter_gradients
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.recording.recorded import RecordedFunction
 from lowtide.core.strides import layouts_of
-from lowtide.ops.attention.definition.masks import AttentionBias, Band, intervals
+from lowtide.ops.attention.definition.intervals import Band, Intervals
+from lowtide.ops.attention.definition.masks import AttentionBias, intervals, rows_of
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands
 from lowtide.ops.attention.operator import ops
 from lowtide.ops.attention.operator.autograd import Gradients, differentiable_backward, with_gradients
@@ -40,6 +41,7 @@ class RecordedCall:
             self.mask = AttentionBias()
             self.mask.band = call.mask.band
         self.window: Band | None = call.window
+        self.M, self.N = operands.query.shape[2], operands.key.shape[2]
         self.forward, self.backward = RecordedFunction(self._forward), RecordedFunction(self._backward)
 
     def run(self, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
@@ -56,8 +58,10 @@ class RecordedCall:
     def attend(self, given: tuple[Tensor | None, ...]) -> Any:
         """Return the result, the logsumexp or None, and the other tensors that backward needs."""
         assert given[0] is not None
+        device = given[0].device
         with torch.cuda.device_of(given[0]):
-            return self.forward(self._pieces(), *given)
+            seen = intervals(self.mask, self.window, self.M, self.N, device) or (None, None)
+            return *self.forward(self._pieces(), *given, *seen), *seen
 
     def gradients(self, *saved: Tensor | None) -> Any:
         """Return the gradients of the caller's tensors.
@@ -67,9 +71,13 @@ class RecordedCall:
         assert saved[2] is not None
         if not seen_by_nobody(saved):
             return self._backward(*saved, by_operator=True)
-        # Hooks on saved tensors may bring these back in another layout.
+        *_, first, end = saved
         with torch.cuda.device_of(saved[2]):
-            return self.backward((self._pieces(), layouts_of(saved)), *saved)
+            rows: tuple[Tensor | None, Tensor | None] = None, None
+            if first is not None and end is not None:
+                rows = rows_of(self.mask, self.window, Intervals(first, end), self.N)
+            # Hooks on saved tensors may bring these back in another layout.
+            return self.backward((self._pieces(), layouts_of(saved)), *saved, *rows)
 
     def differentiable(
         self, grad_output: Tensor | None, grad_logsumexp: Tensor | None, *saved: Tensor | None
@@ -87,16 +95,13 @@ class RecordedCall:
         """
         return piece_count(self.dtype)
 
-    def _forward(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> list[Tensor | None]:
-        operands = self._operands(query, key, value, bias)
-        seen = intervals(self.mask, self.window, operands.query.shape[2], operands.key.shape[2], query.device)
-        first, end = (None, None) if seen is None else seen
-        operands = operands._replace(first=first, end=end)
+    def _forward(self, *given: Tensor | None) -> list[Tensor | None]:
+        operands = self._operands(*given)
         keep = self.with_logsumexp or any(self.needs_grad)
         out, *kept = launch_forward.forward(operands, self.options, keep)
         statistics, low = (*kept, None, None)[:2]
         logsumexp = kept[0].sum(2) if self.with_logsumexp else None
-        return [self._turned(out), logsumexp, statistics, low, first, end]
+        return [self._turned(out), logsumexp, statistics, low]
 
     def _backward(
         self,
@@ -105,7 +110,7 @@ class RecordedCall:
         *saved: Any,
         by_operator: bool = False,
     ) -> Gradients:
-        *given, out, statistics, low, first, end = saved
+        *given, out, statistics, low, first, end = saved[:9]
         operands = self._operands(*given, first, end)
         out = self._turned(out)
         upstream = torch.zeros_like(out) if grad_output is None else self._turned(grad_output)
@@ -113,7 +118,7 @@ class RecordedCall:
         if by_operator:
             found = ops.attention_backward(*kept, *operands, self.needs_grad, *self.options)
         else:
-            found = launch_backward.backward(operands, self.options, self.needs_grad, *kept)
+            found = launch_backward.backward(operands, self.options, self.needs_grad, *kept, saved[9:])
         return self._as_given(scatter_gradients(found, self.needs_grad))
 
     def _operands(self, query: Any, key: Any, value: Any, bias: Any, *rest: Any) -> Operands:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.kernels.backend import cdiv
+from lowtide.ops.attention.definition.intervals import rows_of_keys
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, allocate, is_far
 from lowtide.ops.attention.triton_backend import (
     launch_recomputed,
@@ -45,6 +46,7 @@ FEW_SCORES = 1 << 24
 # Up to so many queries and keys, float32 stores the weights wherever dk and dv do not fit into one
 # kernel: that kernel of dv would have too few programs (decision 0101).
 MOST_POSITIONS = 512
+Rows = tuple[Tensor | None, Tensor | None]
 # Strips of fewer programs leave a part of the card idle, so scores are recomputed instead.
 FEWEST_PROGRAMS = 192
 
@@ -58,8 +60,12 @@ def backward(
     out: Tensor,
     statistics: Tensor,
     low: Tensor | None,
+    rows: Rows = (None, None),
 ) -> list[Tensor]:
-    """Return the gradients of query, key, value and bias that needs_grad asks for."""
+    """Return the gradients of query, key, value and bias that needs_grad asks for.
+
+    `rows` are the rows of keys (intervals.py) if the caller has them.
+    """
     operands, out, statistics = _readable(operands, out, statistics)
     low = low.contiguous() if low is not None and is_far(low) else low
     call = kernel_call(operands, options)
@@ -76,7 +82,7 @@ def backward(
     grad_query, grad_key, grad_value = gradients
     call = call._replace(
         grad_output=grad_output, grad_logsumexp=grad_logsumexp, grad_query=grad_query,
-        grad_key=grad_key, grad_value=grad_value,
+        grad_key=grad_key, grad_value=grad_value, row_first=rows[0], row_end=rows[1],
         step=step_of((*operands[:3], grad_output), call.size.K, call.size.E) if call.pieces == 1 else 1,
     )  # fmt: skip
     if launch_small_problems.is_small(call, "problem gradient", bias is not None):
@@ -113,8 +119,10 @@ def _of_several_tiles(
             # The kernel of dq skips keys that no query of its tile sees: there the gradient is 0.
             skips = own_bias and operands.first is not None
             grad_bias = bias_of_scores = (bias.new_zeros if skips else bias.new_empty)(bias.shape)
-    row_first, row_end = _rows_of_keys(call)
-    call = call._replace(row_first=row_first, row_end=row_end, grad_bias=bias_of_scores, bias_sum=bias_sum)
+    call = call._replace(grad_bias=bias_of_scores, bias_sum=bias_sum)
+    if call.first is not None and call.end is not None and call.row_first is None:
+        row_first, row_end = rows_of_keys(call.first, call.end, N)
+        call = call._replace(row_first=row_first, row_end=row_end)
     whole, every = _is_whole(call), Strip(0, B, 0, G, 0, N)
     if whole:
         launch_recomputed.confident_delta("whole problem", call._replace(pieces=1), every)
@@ -262,17 +270,6 @@ def _key_value_gradients(call: KernelCall) -> None:
         launch_recomputed.confident_delta("key and value" if together else "value", own, strip)
         launch_recomputed.key_value_gradient(own, strip, StripMemory())
         del own  # free these pieces before the next ones are made
-
-
-def _rows_of_keys(call: KernelCall) -> tuple[Tensor | None, Tensor | None]:
-    """Return the first query that sees each key and the last + 1, as two vectors [N]."""
-    first, end = call.first, call.end
-    if first is None or end is None:
-        return None, None
-    key_N = torch.arange(call.size.N, dtype=torch.int32, device=first.device)
-    row_first = torch.searchsorted(end, key_N, right=True, out_int32=True)
-    row_end = torch.searchsorted(first, key_N, right=True, out_int32=True)
-    return torch.minimum(row_first, row_end), row_end
 
 
 def _bias_of_queries(bias: Tensor, grad_logsumexp: Tensor | None, statistics: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lowtide
 from lowtide import attn_bias as masks
 from lowtide.ops.attention.definition import masks as definition
-from lowtide.ops.attention.definition.masks import intervals, visible, window_band
+from lowtide.ops.attention.definition.intervals import MOST_KEPT, visible
+from lowtide.ops.attention.definition.masks import intervals, window_band
 from tests.support.cards import NEEDS_CUDA
 
 SIZES = [(1, 1), (5, 5), (4, 9), (9, 4), (1, 7), (7, 1), (3, 0), (0, 3)]
@@ -121,16 +122,23 @@ def test_add_bias_leaves_mask():
     assert type(mask) is masks.BlockDiagonalMask
 
 
-def test_sequences_keep_intervals(device, monkeypatch):
-    """Layers share a mask: one computation of its intervals for each window and each causality."""
-    computed = []
+@pytest.fixture
+def computed(monkeypatch):
+    """Hold the arguments of each computation of intervals; bands alone have kept none before."""
+    computed, compute = [], definition.of_bands
 
     def counted(*given):
         computed.append(given)
         return compute(*given)
 
-    compute = definition._intervals
-    monkeypatch.setattr(definition, "_intervals", counted)
+    monkeypatch.setattr(definition, "of_bands", counted)
+    for name in ("_intervals_of_bands", "_rows_of_bands"):
+        monkeypatch.setattr(definition, name, {})
+    return computed
+
+
+def test_sequences_keep_intervals(device, computed):
+    """Layers share a mask: one computation of its intervals for each window and each causality."""
     mask = masks.BlockDiagonalMask.from_seqlens([5, 0, 7])
     x = torch.randn(1, 12, 2, 8, device=device, requires_grad=True)
     found = {}
@@ -149,6 +157,54 @@ def test_sequences_keep_intervals(device, monkeypatch):
         fresh = kind((5, 0, 7), (5, 0, 7))
         expected = lowtide.memory_efficient_attention(x, x, x, fresh, window=window, backend="reference")
         torch.testing.assert_close(out, expected)
+
+
+BANDS = [
+    lambda: None,
+    masks.LowerTriangularMask,
+    masks.LowerTriangularFromBottomRightMask,
+    lambda: masks.LocalAttentionFromBottomRightMask(2, 1),
+    lambda: masks.LowerTriangularMask().add_bias(torch.ones(12)),
+]
+
+
+@pytest.mark.parametrize("mask", BANDS)
+def test_bands_keep_intervals(mask, computed):
+    """Each call may make its mask anew, so what bands need is kept apart from them."""
+    x = torch.randn(1, 12, 2, 8, requires_grad=True)
+    for window in (None, (3, 0), (1, 1)):
+        for _ in range(3):
+            made = mask()
+            out = lowtide.memory_efficient_attention(x, x, x, made, window=window, backend="torch")
+            expected = lowtide.memory_efficient_attention(x, x, x, made, window=window, backend="reference")
+            torch.testing.assert_close(out, expected)
+    assert len(computed) == len(set(map(str, computed)))  # the same question is not asked twice
+
+
+def test_long_bands_keep_nothing(computed):
+    for _ in range(2):
+        intervals(masks.LowerTriangularMask(), None, definition.LONGEST_KEPT + 1, 5, torch.device("cpu"))
+    assert len(computed) == 2
+    assert not definition._intervals_of_bands
+
+
+def test_bands_forget_at_most(computed):
+    for N in range(1, 3 * MOST_KEPT):
+        first = intervals(masks.LowerTriangularMask(), None, N, N, torch.device("cpu"))
+        assert first.end_M.tolist() == [*range(1, N + 1)]
+        assert 0 < len(definition._intervals_of_bands) <= MOST_KEPT
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_rows_of_keys_are_the_transpose(right):
+    mask = masks.LowerTriangularFromBottomRightMask() if right else masks.LowerTriangularMask()
+    for M, N in ((1, 1), (5, 3), (3, 7), (8, 8)):
+        for window in (None, window_band((2, 0)), window_band((0, 1))):
+            found = intervals(mask, window, M, N, torch.device("cpu"))
+            first, end = definition.rows_of(mask, window, found, N)
+            row = torch.arange(M)
+            of_keys = (row >= first[:, None]) & (row < end[:, None])
+            assert torch.equal(of_keys.T, visible(found, N))
 
 
 def attention_of_sequences(mask, x):
