@@ -129,6 +129,10 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
         *({"dtype": torch.float16}, {"dtype": torch.float16, **_CAUSAL}),
         *({"K": 256}, {"G": 4}, {"layout": Layout.BHMK}),
     ),
+    "the same on a large card: K at most 32, or many small problems": (
+        *({"K": 32}, {"K": 8, **_CAUSAL}, {"K": 32, "G": 4, "dtype": torch.float16}),
+        *({"B": 64, "M": 64, "K": 64}, {"B": 512, "M": 16, "K": 40, **_CAUSAL}),
+    ),
     "the same, K 192 and E 128 on Hopper": (
         *({"K": 192, "E": 128}, {"K": 192, "E": 128, **_CAUSAL}),
         {"K": 192, "E": 128, "G": 4, "dtype": torch.float16},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.ops.attention import dispatch
+from lowtide.ops.attention import backend, dispatch
 from lowtide.ops.attention.operator import ops
 from lowtide.tools.doctor.attention import LINES, AskedAttentionCall, Layout, Mask, table
 
@@ -93,6 +93,26 @@ def test_reasons():
     assert "at most 256 features" in for_cuda.reason
     assert ("not triton" in for_cuda.reason) == (for_cuda.backend == "torch")
     assert "query is float64" in AskedAttentionCall(device="cuda", dtype=torch.float64).choice().reason
+
+
+def test_auto_takes_the_quicker_kernels(monkeypatch):
+    """Where torch's kernels are right too. A backend that is named runs."""
+    pytest.importorskip("triton")
+    small = AskedAttentionCall(device="cuda", B=33, H=8, M=64, K=64)
+    narrow = AskedAttentionCall(device="cuda", K=32)
+    for call in (narrow, replace(narrow, K=8, mask=Mask.CAUSAL), replace(narrow, G=4)):
+        assert "slow for at most 32 features" in call.choice().reason
+    for call in (small, replace(small, M=1), replace(small, K=40, mask=Mask.CAUSAL)):
+        assert "slow for many problems" in call.choice().reason
+    others = [{"M": 65}, {"N": 65}, {"K": 72}, {"B": 32}, {"G": 4}]
+    for call in (*(replace(small, **each) for each in others), replace(narrow, K=40)):
+        assert call.choice().backend == "sdpa"
+    for call in (small, narrow):
+        assert call.choice().backend == "triton"
+        assert replace(call, backend="sdpa").choice().backend == "sdpa"
+    monkeypatch.setattr(backend, "_is_large", lambda device: False)
+    for call in (small, narrow):
+        assert call.choice().backend == "sdpa"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lowtide.core.autodiff import differentiable_gradients, is_differentiated, scatter_gradients
 from lowtide.core.operator import call
-from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, sizes
 from lowtide.ops.attention.operator import higher_order, ops
+from lowtide.ops.attention.triton_backend.tile_sizes import are_many_small
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -47,6 +48,9 @@ def with_gradients(
     few = operands.value.shape[-1] <= KEPT_FEATURES
     half = operands.query.dtype.itemsize == 2
     keep_low = half and few and options.backend == "triton" and any((*needs_grad[:2], needs_grad[3]))
+    # Backward of small problems sums over scores. With a bias's gradient it may go another way.
+    if keep_low and not needs_grad[3] and are_many_small(sizes(operands)):
+        keep_low = False
     return options._replace(keep_low=keep_low), needs_grad
 
 

@@ -18,11 +18,8 @@ from lowtide.ops.attention.triton_backend.kernels.small_problems import (
     problem_gradient_kernel,
 )
 from lowtide.ops.attention.triton_backend.launch import VECTOR, KernelCall, strides_of
-from lowtide.ops.attention.triton_backend.tile_sizes import Tile
+from lowtide.ops.attention.triton_backend.tile_sizes import FEWEST_PROBLEMS, Tile
 
-# The fewest problems that the kernels of small problems take. With fewer, a part of the card is
-# idle, however fast one program is.
-FEWEST = 264
 # The programs that run at once on an H200: two per multiprocessor, in backward and for a bias.
 AT_ONCE = 264
 # The most programs of forward and of backward, unless there are more heads.
@@ -41,7 +38,7 @@ def is_small(call: KernelCall, kernel: str = "problem forward", grad_bias: bool 
     """
     B, H, G, _, _, _, _ = call.size
     bias = call.bias
-    if _tile(call, kernel) is None or G != H or B * H < FEWEST or call.pieces == 2:
+    if _tile(call, kernel) is None or G != H or B * H < FEWEST_PROBLEMS or call.pieces == 2:
         return False
     if bias is None or not grad_bias:
         return True

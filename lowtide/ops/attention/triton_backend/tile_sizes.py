@@ -14,9 +14,24 @@ from typing import NamedTuple
 import torch
 
 from lowtide.core.kernels.backend import cdiv, next_power_of_2
+from lowtide.ops.attention.definition.operands import AttentionSizes
 
 # The most bytes of shared memory of a thread block on an H100: 227 KiB. Consumer cards have 99 KiB.
 LARGE = 227 << 10
+
+
+# The most queries, keys and features of a small problem. Its scores are one tile, in forward and in
+# backward (launch_small_problems.py).
+SMALL_PROBLEM = 64
+# The fewest problems that these kernels take. With fewer, a part of the card is idle, however fast
+# one program is.
+FEWEST_PROBLEMS = 264
+
+
+def are_many_small(size: AttentionSizes) -> bool:
+    """Return True for many small problems of half precision, without regard to a bias."""
+    B, H, G, *sizes = size
+    return H == G and B * H >= FEWEST_PROBLEMS and max(sizes) <= SMALL_PROBLEM
 
 
 class TileSizes(NamedTuple):

@@ -37,7 +37,7 @@ def by_features(tensor):
 def test_values(device, monkeypatch, few, K, E, transposed):
     skip_unless_runnable("triton", device)
     if few:
-        monkeypatch.setattr(launch_small_problems, "FEWEST", 1)
+        monkeypatch.setattr(launch_small_problems, "FEWEST_PROBLEMS", 1)
     times = 4 if device == "cuda" and not few else 1
     for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
         case = make_case(

@@ -1,10 +1,20 @@
 """The sizes of tiles: one for any features, and none narrower than ptxas has right."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from lowtide.ops.attention.triton_backend.tile_sizes import LARGE, find_tile
+from lowtide.ops.attention.definition.operands import AttentionOptions, Operands
+from lowtide.ops.attention.operator.autograd import with_gradients
+from lowtide.ops.attention.triton_backend import launch_small_problems
+from lowtide.ops.attention.triton_backend.launch import kernel_call
+from lowtide.ops.attention.triton_backend.tile_sizes import (
+    FEWEST_PROBLEMS,
+    LARGE,
+    are_many_small,
+    find_tile,
+)
 
 
 def kernels_of(half):
@@ -47,3 +57,21 @@ def test_tiles_within_strip(half, shared_memory):
         for size in filter(None, found):
             assert 128 % size.N == 0
             assert size.M <= 128
+
+
+@pytest.mark.parametrize("sizes", [(64, 64, 64, 64), (1, 64, 8, 40), (17, 3, 32, 32)])
+def test_many_small_problems_keep_no_low_half(sizes):
+    """Forward and backward are one tile, in which backward sums over scores."""
+    M, N, K, E = sizes
+    x = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16).expand
+    for many, B in ((True, FEWEST_PROBLEMS // 4), (False, FEWEST_PROBLEMS // 4 - 1)):
+        query, key, value = x(B, 4, M, K), x(B, 4, N, K), x(B, 4, N, E)
+        operands = Operands(*(each.contiguous().requires_grad_() for each in (query, key, value)))
+        options, _ = with_gradients(operands, AttentionOptions(1.0, backend="triton"))
+        assert options.keep_low is not many
+        call = kernel_call(operands, options)
+        assert are_many_small(call.size) is many
+        for kernel in ("problem forward", "problem gradient"):
+            assert launch_small_problems.is_small(call, kernel) is many
+    shared = x(B, 2, N, K).contiguous()
+    assert not are_many_small(kernel_call(operands._replace(key=shared, value=shared), options).size)

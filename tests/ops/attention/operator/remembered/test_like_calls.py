@@ -59,7 +59,7 @@ def test_first_call_computed_again_by_checkpoint(device, mask, bias):
 
 OWN_BIAS = {"bias": (1, 1, 1, 1)}
 HALF = {"dtype": torch.bfloat16}
-MANY_SMALL = {"launch_small_problems.FEWEST": 1}
+MANY_SMALL = {"launch_small_problems.FEWEST_PROBLEMS": 1}
 FEW_QUERIES = {"launch_few_queries.FEWEST_KEYS": 1, "launch_few_queries.PROGRAMS": 8}
 
 # Cases with launches of their own: the kernels that show it, the case, and the constants that

@@ -88,7 +88,13 @@ WAYS = {
     ),
     # The gradient of a bias of keys takes another way, which needs the low half that forward wrote.
     "one tile": Way(
-        "triton", (2, 3, 17, 64), (8, 32, 64), 1, {"launch_small_problems.FEWEST": 1}, ONE_TILE, ONE_TILE
+        "triton",
+        (2, 3, 17, 64),
+        (8, 32, 64),
+        1,
+        {"launch_small_problems.FEWEST_PROBLEMS": 1},
+        ONE_TILE,
+        ONE_TILE,
     ),
     "short": Way(
         "triton",

@@ -29,7 +29,7 @@ pytestmark = INTERPRETED
 @pytest.fixture(autouse=True)
 def runs(monkeypatch):
     """Any number of problems is many, and takes runs of several batches. Gives its launches."""
-    monkeypatch.setattr(small, "FEWEST", 1)
+    monkeypatch.setattr(small, "FEWEST_PROBLEMS", 1)
     for name in ("FORWARD_PROGRAMS", "BACKWARD_PROGRAMS"):
         monkeypatch.setattr(small, name, 4)
     found = {"forward": 0, "backward": 0}
@@ -177,9 +177,9 @@ def test_other_kernels_take_the_rest(device, runs, monkeypatch, dtype, fewest):
     upstream = make_upstream(case)
 
     def halves(case, **options):
-        monkeypatch.setattr(small, "FEWEST", fewest[0])
+        monkeypatch.setattr(small, "FEWEST_PROBLEMS", fewest[0])
         found = ours(case, **options)
-        monkeypatch.setattr(small, "FEWEST", fewest[1])
+        monkeypatch.setattr(small, "FEWEST_PROBLEMS", fewest[1])
         return found
 
     check(differentiate(halves, case, upstream, backend="triton"), case, upstream)
