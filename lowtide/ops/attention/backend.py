@@ -29,12 +29,7 @@ from lowtide.core.kernels.devices import runs_plain_torch
 from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, AttentionSizes, Operands, is_far, sizes
 from lowtide.ops.attention.sdpa import alignment
-from lowtide.ops.attention.triton_backend.tile_sizes import (
-    LARGE,
-    SMALL_PROBLEM,
-    are_many_small,
-    shared_memory,
-)
+from lowtide.ops.attention.triton_backend.tile_sizes import FEWEST_PROBLEMS, LARGE, shared_memory
 
 # torch's kernels multiply a causal mask's -inf by the scale, in float32. With a scale of 0 or less
 # the result is NaN.
@@ -48,8 +43,10 @@ FIRST_CUDNN = 91100
 """The first release of cuDNN whose kernel computes gradients for UNEQUAL."""
 
 
-# With so many features or fewer, the Triton kernels take 0.8 to 1.0 of the time of torch's on an
-# H200. For many small problems they take 0.3 to 0.5 of it (decision 0103).
+# Where the Triton kernels are quicker than torch's own, on an H200 (decision 0103): for many heads
+# with at most so many queries and keys, in 0.3 to 0.9 of the time,
+SHORT, SHORT_FEATURES = (64, 128), 64
+# and with at most so many features, in 0.8 to 1.0.
 NARROW = 32
 
 
@@ -190,8 +187,9 @@ def _reason_for_triton(operands: Operands) -> str | None:
     size = sizes(operands)
     if operands.device.type != "cuda" or _reason_against_triton(operands) or not _is_large(operands.device):
         return None
-    if are_many_small(size):
-        return f"its kernels are slow for many problems of at most {SMALL_PROBLEM} queries and keys"
+    M, N = SHORT
+    if size.M <= M and size.N <= N and size.K <= SHORT_FEATURES and size.B * size.H >= FEWEST_PROBLEMS:
+        return f"its kernels are slow for many heads with at most {M} queries and {N} keys"
     return f"its kernels are slow for at most {NARROW} features" if size.K <= NARROW else None
 
 

@@ -102,9 +102,9 @@ def test_auto_takes_the_quicker_kernels(monkeypatch):
     narrow = AskedAttentionCall(device="cuda", K=32)
     for call in (narrow, replace(narrow, K=8, mask=Mask.CAUSAL), replace(narrow, G=4)):
         assert "slow for at most 32 features" in call.choice().reason
-    for call in (small, replace(small, M=1), replace(small, K=40, mask=Mask.CAUSAL)):
-        assert "slow for many problems" in call.choice().reason
-    others = [{"M": 65}, {"N": 65}, {"K": 72}, {"B": 32}, {"G": 4}]
+    for call in (small, replace(small, M=1, N=128), replace(small, K=40, G=4, mask=Mask.CAUSAL)):
+        assert "slow for many heads" in call.choice().reason
+    others = [{"M": 65, "N": 64}, {"N": 129}, {"K": 72}, {"B": 32}]
     for call in (*(replace(small, **each) for each in others), replace(narrow, K=40)):
         assert call.choice().backend == "sdpa"
     for call in (small, narrow):

@@ -101,9 +101,10 @@ def visible(found: Intervals, N: int) -> Tensor:
 
 
 def kept(known: Kept, key: Hashable, device: torch.device, compute: Callable[[], T]) -> T:
-    """Return what an earlier call kept under this key; if none did, compute and keep it."""
-    if not may_keep(device):
-        return compute()
+    """Return what an earlier call kept under this key; if none did, compute and keep it.
+
+    `may_keep` must be True.
+    """
     # A call on another stream would not wait for the vectors.
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
     # Autograd saves no vectors that inference mode has made.

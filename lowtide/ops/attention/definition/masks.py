@@ -7,7 +7,7 @@ Shapes: M queries, N keys; i counts queries, j keys.
 """
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from lowtide.ops.attention.definition.intervals import (
     Band,
     Intervals,
     Kept,
+    T,
     kept,
+    may_keep,
     of_bands,
     rows_of_keys,
     visible,
@@ -54,8 +56,7 @@ WIDEST = 1 << 30
 # The intervals of masks without sequences are kept here, up to so many queries and keys. Longer
 # vectors would hold memory, and take little of their call's time.
 LONGEST_KEPT = 1 << 14
-_intervals_of_bands: Kept = {}
-_rows_of_bands: Kept = {}
+_of_bands: Kept = {}
 
 
 class AttentionBias:
@@ -251,34 +252,45 @@ def intervals(
 
     It is kept for later calls, as all layers of a model share the mask.
     """
-    band = None if mask is None else mask.band
-    bands = [each for each in (band, window) if each is not None]
+    bands = [band for band in (None if mask is None else mask.band, window) if band is not None]
 
     def compute() -> Intervals | None:
         return of_bands(bands, None if mask is None else mask.blocks(device), M, N, device)
 
-    known = _known(_intervals_of_bands, mask, M, N)
-    return compute() if known is None else kept(known, (M, N, band, window), device, compute)
+    return _kept("keys", mask, window, M, N, device, compute)
 
 
 def rows_of(
     mask: AttentionBias | None, window: Band | None, found: Intervals, N: int
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of keys for these intervals of the mask; they are kept like the intervals."""
+    first_M, end_M = found
 
     def compute() -> tuple[Tensor, Tensor]:
-        return rows_of_keys(*found, N)
+        return rows_of_keys(first_M, end_M, N)
 
-    M, band = len(found.first_M), None if mask is None else mask.band
-    known = _known(_rows_of_bands, mask, M, N)
-    return compute() if known is None else kept(known, (M, N, band, window), found.first_M.device, compute)
+    return _kept("rows", mask, window, len(first_M), N, first_M.device, compute)
 
 
-def _known(of_bands: Kept, mask: AttentionBias | None, M: int, N: int) -> Kept | None:
-    """Return where a mask's vectors are kept, or None if they are not."""
+def _kept(
+    kind: str,
+    mask: AttentionBias | None,
+    window: Band | None,
+    M: int,
+    N: int,
+    device: torch.device,
+    compute: Callable[[], T],
+) -> T:
+    """Return what an earlier call with such a mask computed; if none did, compute and keep it."""
+    if not may_keep(device):  # first, or compiled code would depend on how many are kept
+        return compute()
     if mask is not None and type(mask) not in BY_BAND:
-        return mask.kept_intervals
-    return of_bands if max(M, N) <= LONGEST_KEPT else None
+        known = mask.kept_intervals
+    else:
+        known = _of_bands if max(M, N) <= LONGEST_KEPT else None
+    if known is None:
+        return compute()
+    return kept(known, (kind, M, N, None if mask is None else mask.band, window), device, compute)
 
 
 def is_plain_causal(mask: AttentionBias | None, M: int, N: int) -> bool:

@@ -132,8 +132,7 @@ def computed(monkeypatch):
         return compute(*given)
 
     monkeypatch.setattr(definition, "of_bands", counted)
-    for name in ("_intervals_of_bands", "_rows_of_bands"):
-        monkeypatch.setattr(definition, name, {})
+    monkeypatch.setattr(definition, "_of_bands", {})
     return computed
 
 
@@ -185,14 +184,14 @@ def test_long_bands_keep_nothing(computed):
     for _ in range(2):
         intervals(masks.LowerTriangularMask(), None, definition.LONGEST_KEPT + 1, 5, torch.device("cpu"))
     assert len(computed) == 2
-    assert not definition._intervals_of_bands
+    assert not definition._of_bands
 
 
 def test_bands_forget_at_most(computed):
     for N in range(1, 3 * MOST_KEPT):
         first = intervals(masks.LowerTriangularMask(), None, N, N, torch.device("cpu"))
         assert first.end_M.tolist() == [*range(1, N + 1)]
-        assert 0 < len(definition._intervals_of_bands) <= MOST_KEPT
+        assert 0 < len(definition._of_bands) <= MOST_KEPT
 
 
 @pytest.mark.parametrize("right", [True, False])
