@@ -268,7 +268,8 @@ def scaled_dot_product_attention(
     if attn_mask is None or type(attn_mask) in (Tensor, Parameter):
         given = is_causal, dropout_p, type(dropout_p), scale, type(scale), enable_gqa
         known = signature(query, key, value, attn_mask, "torch", *given)
-        if (found := remembered.run(known, query, key, value, attn_mask)) is not None:
+        causal = LowerTriangularMask() if is_causal else None
+        if (found := remembered.run(known, causal, query, key, value, attn_mask)) is not None:
             return found[0]
     check_bias("attn_mask", attn_mask)
     check_numbers(dropout_p, scale, None, p_name="dropout_p")
@@ -304,9 +305,10 @@ def _attention(
     if kind is not None and seed is generator is None and (window is None or window_kind is tuple):
         given = p, type(p), scale, type(scale), softcap, type(softcap), backend, with_logsumexp
         of_window = window and (window, *map(type, window))
-        tensor = attn_bias.bias if isinstance(attn_bias, AttentionBias) else attn_bias
+        mask = attn_bias if isinstance(attn_bias, AttentionBias) else None
+        tensor = attn_bias if mask is None else mask.bias
         known = signature(query, key, value, tensor, "xformers", kind, of_window, *given)
-        if (found := remembered.run(known, query, key, value, tensor)) is not None:
+        if (found := remembered.run(known, mask, query, key, value, tensor)) is not None:
             return found
     check_bias("attn_bias", attn_bias)
     check_numbers(p, scale, softcap)

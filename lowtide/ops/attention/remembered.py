@@ -3,7 +3,8 @@
 Checking a call and choosing its backend take the host longer than torch's own function. Their
 outcome depends on the call's signature: types, shapes, strides, dtypes, devices, options, and
 torch's settings. So a call with the signature of an earlier one skips both. The outcome also
-depends on addresses, autocast and transforms, which are looked at in each call.
+depends on addresses, autocast and transforms, which are looked at in each call. It does not depend
+on the sequences of a mask, which reach the kernels as tensors.
 
 Shapes: B batches; H heads; M queries; E features of values.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lowtide.core import torch_private
 from lowtide.core.autodiff import in_transform
+from lowtide.ops.attention.definition.masks import AttentionBias
 from lowtide.ops.attention.definition.operands import AttentionCall
 from lowtide.ops.attention.delegate import SdpaCall
 from lowtide.ops.attention.sdpa.alignment import BYTES
@@ -32,8 +34,11 @@ Results = tuple[Tensor, Tensor | None]
 class RememberedAttention(Protocol):
     """Run calls that are like an earlier one."""
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Results | None:
-        """Return the results in the caller's layout, or None for a call that must be checked."""
+    def run(self, mask: AttentionBias | None, *tensors: Any) -> Results | None:
+        """Return the results in the caller's layout, or None for a call that must be checked.
+
+        `tensors` are query, key, value and bias, and `mask` is the call's.
+        """
 
 
 class HandedOn(NamedTuple):
@@ -45,7 +50,8 @@ class HandedOn(NamedTuple):
     rows_first: bool
     """True if the caller's tensors are [B, M, H, E], False for [B, H, M, E]."""
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Results | None:
+    def run(self, mask: AttentionBias | None, *tensors: Any) -> Results | None:
+        query, key, value, _ = tensors
         if not _are_usual(self.device, query, key, value):
             return None
         if not self.rows_first:
@@ -60,14 +66,14 @@ class Launched(NamedTuple):
     call: "RecordedCall"
     device: str
 
-    def run(self, *tensors: Tensor | None) -> Results | None:
+    def run(self, mask: AttentionBias | None, *tensors: Any) -> Results | None:
         if torch.is_autocast_enabled(self.device) or in_transform(*tensors):
             return None
         # A checkpoint computes a call twice, and the same tensors must be saved each time. A
         # recorded call saves other tensors than the operators, which may have run the first time.
         if torch_private.top_saved_tensors_hooks(True) is not None:
             return None
-        return self.call.run(*tensors)
+        return self.call.run(mask, *tensors)
 
 
 # The most calls to remember. At this number all are forgotten. It is reached if sizes change from
@@ -102,17 +108,18 @@ def signature(
         return None
 
 
-def run(
-    known: Signature | None, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-) -> Results | None:
-    """Return the results in the caller's layout, or None for a call that is not remembered."""
+def run(known: Signature | None, mask: AttentionBias | None, *tensors: Any) -> Results | None:
+    """Return the results in the caller's layout, or None for a call that is not remembered.
+
+    `tensors` are query, key, value and bias as the caller has them.
+    """
     if known is None:  # compiled code would be compiled again when another call is remembered
         return None
     try:
         entry = _calls.get(known)
     except TypeError:  # an option that has no hash
         return None
-    return None if entry is None else entry.run(query, key, value, bias)
+    return None if entry is None else entry.run(mask, *tensors)
 
 
 def remember(known: Signature, tensors: Tensors, call: AttentionCall, backend: str) -> None:

@@ -97,6 +97,14 @@ class AttentionBias:
         other.bias = bias
         return other
 
+    def without_bias(self) -> "AttentionBias":
+        """Return the same mask without its tensor, which a graph would keep alive."""
+        if self.bias is None:
+            return self
+        other = copy.copy(self)
+        other.bias = None
+        return other
+
     def materialize(
         self, shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Tensor:
@@ -196,7 +204,7 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
         return f"{type(self).__name__}(window_left={self.band.left}, window_right={self.band.right})"
 
 
-# The masks that their band, their sizes and their tensor describe in full.
+# The masks whose intervals depend on their band and sizes alone.
 BY_BAND = {
     AttentionBias,
     LowerTriangularMask,
@@ -207,14 +215,14 @@ BY_BAND = {
 
 
 def likeness(attn_bias: Any) -> Hashable | None:
-    """Return a value that is equal only for masks that show the same keys, their tensors aside.
+    """Return a value that is equal only for masks that differ in tensors and sequences alone.
 
-    Return None for a mask of sequences or of an unknown class: it has no such value.
+    Return None for what is no mask of these classes, and no tensor.
     """
     kind: Any = type(attn_bias)
     if attn_bias is None or kind is Tensor or kind is Parameter:
         return (kind,)
-    return (kind, attn_bias.band, attn_bias.made_for) if kind in BY_BAND else None
+    return (kind, attn_bias.band, attn_bias.made_for) if isinstance(attn_bias, AttentionBias) else None
 
 
 def is_from_torch(bias: object) -> bool:

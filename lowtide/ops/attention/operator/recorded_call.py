@@ -36,34 +36,31 @@ class RecordedCall:
         operands, options = call.operands, call.options._replace(backend="triton")
         self.options, self.needs_grad = with_gradients(operands, options)
         self.with_logsumexp, self.dtype = call.with_logsumexp, operands.query.dtype
-        self.mask: AttentionBias | None = None
-        if call.mask is not None:  # without its tensor
-            self.mask = AttentionBias()
-            self.mask.band = call.mask.band
         self.window: Band | None = call.window
         self.M, self.N = operands.query.shape[2], operands.key.shape[2]
         self.forward, self.backward = RecordedFunction(self._forward), RecordedFunction(self._backward)
 
-    def run(self, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+    def run(self, mask: AttentionBias | None, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
         """Return the result and the logsumexp, or None if torch's dispatcher must see the call."""
         if not seen_by_nobody(given):
             return None
         if any(self.needs_grad):
-            found = attention.apply(self, *given)
+            found = attention.apply(self, mask, *given)
             return found if self.with_logsumexp else (found, None)
-        out, logsumexp, *_ = self.attend(given)
+        out, logsumexp, *_ = self.attend(mask, given)
         assert out is not None
         return out, logsumexp
 
-    def attend(self, given: tuple[Tensor | None, ...]) -> Any:
+    def attend(self, mask: AttentionBias | None, given: tuple[Tensor | None, ...]) -> Any:
         """Return the result, the logsumexp or None, and the other tensors that backward needs."""
         assert given[0] is not None
         device = given[0].device
         with torch.cuda.device_of(given[0]):
-            seen = intervals(self.mask, self.window, self.M, self.N, device) or (None, None)
-            return *self.forward(self._pieces(), *given, *seen), *seen
+            seen = intervals(mask, self.window, self.M, self.N, device)
+            vectors = (None, None) if seen is None else seen
+            return *self.forward((self._pieces(), seen is None), *given, *vectors), *vectors
 
-    def gradients(self, *saved: Tensor | None) -> Any:
+    def gradients(self, mask: AttentionBias | None, *saved: Tensor | None) -> Any:
         """Return the gradients of the caller's tensors.
 
         `saved` holds the two upstream gradients and the saved tensors.
@@ -75,7 +72,7 @@ class RecordedCall:
         with torch.cuda.device_of(saved[2]):
             rows: tuple[Tensor | None, Tensor | None] = None, None
             if first is not None and end is not None:
-                rows = rows_of(self.mask, self.window, Intervals(first, end), self.N)
+                rows = rows_of(mask, self.window, Intervals(first, end), self.N)
             # Hooks on saved tensors may bring these back in another layout.
             return self.backward((self._pieces(), layouts_of(saved)), *saved, *rows)
 
@@ -140,9 +137,9 @@ class attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: RecordedCall, *given: Tensor | None) -> Any:
-        out, logsumexp, *kept = call.attend(given)
-        ctx.call = call
+    def forward(ctx: Any, call: RecordedCall, mask: AttentionBias | None, *given: Tensor | None) -> Any:
+        out, logsumexp, *kept = call.attend(mask, given)
+        ctx.call, ctx.mask = call, None if mask is None else mask.without_bias()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, out, *kept)
         return (out, logsumexp) if call.with_logsumexp else out
@@ -151,7 +148,8 @@ class attention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor | None, grad_logsumexp: Tensor | None = None) -> Any:  # type: ignore[override]
         call, upstream = ctx.call, (grad_output, grad_logsumexp)
         if grad_output is None and grad_logsumexp is None:
-            return (None,) * 5
-        again = is_differentiated(*upstream)
-        gradients = (call.differentiable if again else call.gradients)(*upstream, *ctx.saved_tensors)
-        return None, *gradients
+            return (None,) * 6
+        saved = upstream + ctx.saved_tensors
+        if is_differentiated(*upstream):
+            return None, None, *call.differentiable(*saved)
+        return None, None, *call.gradients(ctx.mask, *saved)

@@ -3,6 +3,8 @@
 Shapes: B batches.
 """
 
+import weakref
+
 import pytest
 import torch
 
@@ -12,7 +14,12 @@ from lowtide.ops.attention import remembered
 from tests.ops.attention.helpers import INTERPRETED, make_upstream
 from tests.ops.attention.operator.remembered.helpers import (
     CASES,
+    CAUSAL,
     TOLD_APART,
+    B,
+    H,
+    K,
+    M,
     attention_of,
     case_of,
     changed,
@@ -93,14 +100,50 @@ def test_errors_stay(device, options):
         attention_of(case, **options)
 
 
-def test_masks_of_sequences_are_not_alike(device):
+LENGTHS = ([5, 7], [7, 5], [12], [1, 0, 11])
+SEQUENCES = {
+    "whole": masks.BlockDiagonalMask.from_seqlens,
+    "causal": lambda lengths: masks.BlockDiagonalMask.from_seqlens(lengths).make_causal(),
+    "bias": lambda lengths: masks.BlockDiagonalMask.from_seqlens(lengths).add_bias(torch.ones(B, H, M, M)),
+}
+
+
+@pytest.mark.parametrize("window", [None, pytest.param((2, 1), marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kind", all_extended_but(["causal"], SEQUENCES))
+def test_masks_of_sequences_share_a_recording(device, recordings, kind, window):
+    """Sequences reach the kernels as tensors. The gradients of both calls are due at the end."""
     case = case_of(device, B=1)
-    lengths = ([5, 7], [7, 5], [5, 7])
+    leaves, outs = [case.query, case.key, case.value], []
+    upstream = torch.randn_like(case.query)
     found = []
-    for each in lengths:
-        mask = masks.BlockDiagonalMask.from_seqlens(each)
-        found.append(
-            lowtide.memory_efficient_attention(case.query, case.key, case.value, mask, backend="triton")
-        )
-    assert torch.equal(found[0], found[2])
-    assert not torch.equal(found[0], found[1])
+    for lengths in LENGTHS:
+        mask = SEQUENCES[kind](lengths)
+        if mask.bias is not None:
+            mask.bias = mask.bias[:1].to(device)
+        given = *(each.detach().requires_grad_() for each in leaves), mask
+        both = [
+            lowtide.memory_efficient_attention(*given, window=window, backend=backend)
+            for backend in ("triton", "reference")
+        ]
+        outs.append((given[:3], both))
+    for given, both in outs:
+        found.append([(each, *torch.autograd.grad(each, given, upstream)) for each in both])
+    for got, want in found:
+        for one, other in zip(got, want):
+            torch.testing.assert_close(one, other)
+    assert not torch.equal(found[0][0][0], found[1][0][0])
+    assert len(recordings) == 2 * (len(LENGTHS) - 1)  # forward and backward of all calls but the first
+    assert all(recordings)
+
+
+def test_graph_keeps_no_bias_beyond_backward(device):
+    """It keeps the mask, whose tensor may be as large as all scores."""
+    query = torch.randn(1, M, 1, K, device=device, requires_grad=True)
+    for _ in range(3):
+        mask = CAUSAL.add_bias(torch.ones(M, M, device=device))
+        bias = weakref.ref(mask.bias)
+        out = lowtide.memory_efficient_attention(query, query, query, mask, backend="triton")
+        out.sum().backward()
+        del mask
+        assert bias() is None
+        assert out.grad_fn is not None
