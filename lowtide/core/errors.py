@@ -57,7 +57,9 @@ def advises(
         by_place = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
         takes_more = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
         most = math.inf if takes_more else len(by_place)
-        required = tuple(name for name in by_place if parameters[name].default is inspect.Parameter.empty)
+        needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
+        required = tuple(name for name in by_place if name in needed)
+        by_name = tuple(name for name in needed if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY)
 
         @functools.wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
@@ -67,7 +69,7 @@ def advises(
                     _refuse(function.__qualname__, unknown, shown, instead, otherwise)
             if len(arguments) > most:
                 _refuse_places(function, arguments, options, usage)
-            for name in required[len(arguments) :]:
+            for name in (*required[len(arguments) :], *by_name):
                 if name not in options:
                     _refuse_places(function, arguments, options, usage)
             return function(*arguments, **options)

@@ -6,6 +6,7 @@ computed once and stored.
 
 The modules, in the order of imports (a module imports only those above it):
 
+    advice.py      what to pass in place of other packages' arguments
     common.py      checks of shapes and dtypes, and reductions, for losses on log-probabilities
     hidden.py      z_loss and sequence_log_probs, from hidden states
     embeddings.py  info_nce and contrastive, from pairs of embeddings

@@ -4,11 +4,13 @@ import torch
 from torch import Tensor
 
 from lowtide.core.checks import check_devices, check_tensors
-from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.errors import ArgumentError, ArgumentTypeError, advises
+from lowtide.losses import advice
 from lowtide.ops.linear_cross_entropy import linear_cross_entropy
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 
 
+@advises(advice.EMBEDDINGS, advice.USAGE_OF_INFO_NCE)
 def info_nce(
     query: Tensor,
     key: Tensor,
@@ -69,6 +71,7 @@ def info_nce(
     )
 
 
+@advises(advice.EMBEDDINGS, advice.USAGE_OF_CONTRASTIVE)
 def contrastive(
     image: Tensor,
     text: Tensor,

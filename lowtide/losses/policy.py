@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core.checks import check_choice
-from lowtide.core.errors import ArgumentError
+from lowtide.core.errors import ArgumentError, advises
+from lowtide.losses import advice
 from lowtide.losses.common import check_numbers, check_shape, widened
 from lowtide.ops.linear_cross_entropy.definition.head import number_beside
 from lowtide.ops.linear_cross_entropy.definition.validation import check_divisor
@@ -14,6 +15,7 @@ from lowtide.ops.linear_cross_entropy.definition.validation import check_divisor
 LARGEST_LOG_RATIO = 20.0  # e^20 is beyond any useful step, and its square is far from overflow
 
 
+@advises(advice.POLICY, advice.USAGE_OF_POLICY)
 def grpo(
     policy: Tensor,
     old: Tensor | None,
@@ -90,6 +92,8 @@ def grpo(
     check_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     if loss_type == "bnpo":  # type: ignore[comparison-overlap]
         raise ArgumentError("loss_type 'bnpo' is 'dapo' here, without num_items_in_batch; got 'bnpo'")
+    if loss_type == "gspo":  # type: ignore[comparison-overlap]
+        raise ArgumentError("loss_type 'gspo' is importance_sampling_level='sequence' here; got 'gspo'")
     check_choice("loss_type", loss_type, ("grpo", "dapo", "dr_grpo"))
     for name, value, user in (
         ("num_items_in_batch", num_items_in_batch, "dapo"),

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.core.errors import ArgumentError, ArgumentTypeError
+from lowtide.core.errors import ArgumentError, ArgumentTypeError, advises
+from lowtide.losses import advice
 from lowtide.losses.common import Reduction, check_numbers, check_shape, reduced, widened
 
 
+@advises(advice.PREFERENCE, advice.USAGE_OF_DPO)
 def dpo(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -64,6 +66,7 @@ def dpo(
     return reduced(loss_B, reduction)
 
 
+@advises(advice.PREFERENCE, advice.USAGE_OF_PAIRS)
 def simpo(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -103,6 +106,7 @@ def simpo(
     return reduced(-F.logsigmoid(beta * (chosen_B - rejected_B) - gamma), reduction)
 
 
+@advises(advice.PREFERENCE, advice.USAGE_OF_PAIRS)
 def orpo(
     policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 0.1, reduction: Reduction = "mean"
 ) -> Tensor:
@@ -140,6 +144,7 @@ def orpo(
     return reduced(-chosen_B - beta * F.logsigmoid(log_odds_ratio_B), reduction)
 
 
+@advises(advice.KTO, advice.USAGE_OF_KTO)
 def kto(
     policy: Tensor,
     reference: Tensor,

@@ -51,6 +51,7 @@ INSTEAD_OF_IN_LOG_PROBS = INSTEAD_OF | {
         "weigh and sum the log_prob that it returns",
     ),
     **dict.fromkeys(("normalizer", "num_items_in_batch"), "divide what you make of the log_prob"),
+    "average_log_prob": 'call lowtide.losses.sequence_log_probs with reduction="mean"',
     **dict.fromkeys(
         ("label_smoothing", "z_loss", "lse_square_scale", "weight", "ce_weight", "class_weight"),
         "call lowtide.linear_cross_entropy, which has it",
