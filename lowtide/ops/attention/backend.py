@@ -29,7 +29,7 @@ from lowtide.core.kernels.devices import runs_plain_torch
 from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, AttentionSizes, Operands, is_far, sizes
 from lowtide.ops.attention.sdpa import alignment
-from lowtide.ops.attention.triton_backend.tile_sizes import FEWEST_PROBLEMS, LARGE, shared_memory
+from lowtide.ops.attention.triton_backend.tile_sizes import LARGE, shared_memory
 
 # torch's kernels multiply a causal mask's -inf by the scale, in float32. With a scale of 0 or less
 # the result is NaN.
@@ -43,11 +43,12 @@ FIRST_CUDNN = 91100
 """The first release of cuDNN whose kernel computes gradients for UNEQUAL."""
 
 
-# Where the Triton kernels are quicker than torch's own, on an H200 (decision 0103): for many heads
-# with at most so many queries and keys, in 0.3 to 0.9 of the time,
-SHORT, SHORT_FEATURES = (64, 128), 64
-# and with at most so many features, in 0.8 to 1.0.
-NARROW = 32
+# Where the Triton kernels are quicker than torch's own on an H200 (decision 0103): for many heads
+# with few queries, keys and features, in 0.4 to 0.9 of the time,
+MANY, SHORT, SHORT_FEATURES = 4096, (64, 128), 64
+# and for few features, in 0.8 to 1.0. With fewer heads or scores the card is done before the host,
+# which takes longer to launch the Triton kernels.
+NARROW, MANY_SCORES = 32, 1 << 27
 
 
 class BackendChoice(NamedTuple):
@@ -187,10 +188,12 @@ def _reason_for_triton(operands: Operands) -> str | None:
     size = sizes(operands)
     if operands.device.type != "cuda" or _reason_against_triton(operands) or not _is_large(operands.device):
         return None
-    M, N = SHORT
-    if size.M <= M and size.N <= N and size.K <= SHORT_FEATURES and size.B * size.H >= FEWEST_PROBLEMS:
+    heads, (M, N) = size.B * size.H, SHORT
+    if heads >= MANY and size.M <= M and size.N <= N and size.K <= SHORT_FEATURES:
         return f"its kernels are slow for many heads with at most {M} queries and {N} keys"
-    return f"its kernels are slow for at most {NARROW} features" if size.K <= NARROW else None
+    if heads * size.M * size.N >= MANY_SCORES and size.K <= NARROW:
+        return f"its kernels are slow for at most {NARROW} features"
+    return None
 
 
 @marked_constant

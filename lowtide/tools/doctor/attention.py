@@ -129,12 +129,12 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
         *({"dtype": torch.float16}, {"dtype": torch.float16, **_CAUSAL}),
         *({"K": 256}, {"G": 4}, {"layout": Layout.BHMK}),
     ),
-    "the same, K at most 32, on a card with 227 KiB of shared memory": (
+    "the same, K at most 32 and many scores, on a card like an H200": (
         *({"K": 32}, {"K": 8, **_CAUSAL}, {"K": 32, "G": 4, "dtype": torch.float16}),
     ),
-    "the same, many heads with M at most 64, N 128 and K 64, on such a card": (
-        *({"B": 64, "M": 64, "K": 64}, {"B": 512, "M": 16, "K": 40, **_CAUSAL}),
-        {"B": 64, "M": 32, "N": 128, "G": 4, "K": 64},
+    "the same, many heads, M at most 64, N 128, K 64, on such a card": (
+        *({"B": 256, "M": 64, "K": 64}, {"B": 512, "M": 16, "K": 40, **_CAUSAL}),
+        {"B": 256, "M": 32, "N": 128, "G": 4, "K": 64},
     ),
     "the same, K 192 and E 128 on Hopper": (
         *({"K": 192, "E": 128}, {"K": 192, "E": 128, **_CAUSAL}),
