@@ -19,6 +19,7 @@ from triton.runtime import interpreter
 MOST_NUMBERS = 10_000
 # Operators of tensors that NumPy has, for elements of these types.
 PLAIN, TRUTH = frozenset({"fp32", "int32", "int64"}), frozenset({"int1"})
+INTEGERS = frozenset({"int32", "int64"})
 OPERATORS = {
     **{"__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply},
     **{"__radd__": np.add, "__rsub__": lambda x, y: np.subtract(y, x), "__rmul__": np.multiply},
@@ -48,10 +49,12 @@ def leave_out_what_has_no_effect() -> None:
         _leave_operands_that_fit(semantic.TritonSemantic)
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "interpreter_semantic"):
         _find_builtins_once()  # Triton 3.5 has no scope: its first launch replaces builtins for good
+    if hasattr(core, "_unwrap_if_constexpr"):
+        _take_plain_arguments_as_they_are()
     if hasattr(interpreter, "_validate_np_data_size") and hasattr(interpreter, "TensorHandle"):
-        interpreter.TensorHandle.__post_init__ = lambda self: None  # compares sizes of what NumPy returned
+        interpreter.TensorHandle.__init__ = _init_handle
     if hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor"):
-        _replace_the_language_once_a_launch()
+        _replace_the_language_once()
         if not torch.cuda.is_available():
             _leave_tensors_where_they_are()
     builder = getattr(interpreter, "interpreter_builder", None)
@@ -79,28 +82,19 @@ def take_strides_in_bytes() -> None:
         interpreter.TensorDescHandle.validate = validate_bytes
 
 
-def _replace_the_language_once_a_launch() -> None:
+def _replace_the_language_once() -> None:
     """The functions of triton.language are replaced at each launch, and again at each call of one
-    jitted function by another, of which a launch has dozens. What is replaced is that of a module's
-    names."""
-    replace_language, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    done = set()
+    jitted function by another, of which a launch has dozens; and put back at its end. They stay
+    replaced from the first launch on."""
+    replace_language = interpreter._patch_lang
+    every_name = SimpleNamespace(__globals__={"tl": triton.language, "core": core})
 
-    def replace_once(function):
-        module = id(function.__globals__)
-        if module in done:
-            return None
-        done.add(module)
-        return replace_language(function)
+    @functools.cache
+    def replace() -> SimpleNamespace:
+        replace_language(every_name)
+        return SimpleNamespace(restore=lambda: None)
 
-    def launch_afresh(self, *arguments, **options):
-        done.clear()  # at its end a launch puts everything back
-        try:
-            return launch(self, *arguments, **options)
-        finally:
-            done.clear()
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch_afresh
+    interpreter._patch_lang = lambda function: replace()
 
 
 def _find_builtins_once() -> None:
@@ -171,7 +165,8 @@ def _operand(name, tensor, other):
         width = max(1, scalar.element_ty.primitive_bitwidth // 8)
         return lambda data: width * data.astype(np.uint64)
     types = TRUTH if name in ("__and__", "__or__") else PLAIN
-    return (lambda data: data) if other.type.scalar.name == scalar.name in types else None
+    both = {scalar.name, other.type.scalar.name}
+    return (lambda data: data) if both <= types and (len(both) == 1 or both == INTEGERS) else None
 
 
 def _same(found, data):
@@ -195,6 +190,26 @@ def _view_at_once(call):
         return core.tensor(interpreter.TensorHandle(self.handle.data[slices], dtype), of_result)
 
     return run
+
+
+def _init_handle(self, data, dtype, attr=None) -> None:
+    """Without a comparison of the sizes of what NumPy returned."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+
+def _take_plain_arguments_as_they_are() -> None:
+    """Each argument is asked for four types that it may have; each load makes its policy anew."""
+    unwrap, plain = core._unwrap_if_constexpr, frozenset({core.tensor, str, int, bool, float, type(None)})
+    core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
+    if hasattr(core, "_normalize_cache_policy"):
+        normalize = core._normalize_cache_policy
+        known = functools.cache(normalize)
+
+        def normalized(policy, *names):
+            texts = policy is None and all(type(name) is str for name in names)
+            return (known if texts else normalize)(policy, *names)
+
+        core._normalize_cache_policy = normalized
 
 
 def _leave_tensors_where_they_are() -> None:
@@ -281,13 +296,13 @@ def _leave_operands_that_fit(owner) -> None:
         if key in fitting:
             return input
         found = converted.get(key)
-        if found is not None and not options:
+        if found is not None and not any(options):
             data = input.handle.data.astype(found[0])
             return core.tensor(interpreter.TensorHandle(data, found[1]), found[2])
         result = cast(self, input, dst_ty, *options)
         if result is input:
             fitting.add(key)
-        elif input.type.scalar.name in CONVERTED and result.type.scalar.name in PLAIN and not options:
+        elif input.type.scalar.name in CONVERTED and result.type.scalar.name in PLAIN and not any(options):
             data = result.handle.data
             if _same(data, input.handle.data.astype(data.dtype)):
                 converted[key] = data.dtype, result.handle.dtype, result.type
