@@ -56,8 +56,8 @@ LIMIT = 400  # seconds that the scenarios of a test take before their processes 
 SERVERS = {interpreted: forkserver.ForkServer() for interpreted in (False, True)}
 IMPORTED = [
     "tests.support.uncollected",
-    "lowtide.cli",
-    "torch._dynamo",
+    *("lowtide.cli", "lowtide.cli.bench", "lowtide.cli.train", "matplotlib.figure"),
+    *("torch._dynamo", "torch._inductor.pattern_matcher"),
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.models.llama.modeling_llama",  # where it is installed
