@@ -23,13 +23,13 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 import torch._dynamo  # makes a table of torch's functions, before some are replaced below
 
 from tests.support.cards import NEEDS_CUDA
+from tests.support.compiler import leave_out_reports
 from tests.support.cuda_context import give_autograd_a_context
 from tests.support.extended import mark_extended
-from tests.support.guards import leave_out_times_of_guards
 from tests.support.seeds import seed_the_cpu_alone
 
 torch.set_num_threads(1)
-leave_out_times_of_guards()
+leave_out_reports()
 if not torch.cuda.is_available():
     seed_the_cpu_alone()
 

@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lowtide.cli import main
 from lowtide.core.collectives import is_dtensor
 from tests.support import exchange
+from tests.support.compiler import leave_out_reports
 from tests.support.cuda_context import give_autograd_a_context
-from tests.support.guards import leave_out_times_of_guards
 from tests.support.seeds import seed_the_cpu_alone
 
 ROOT = Path(__file__).parents[2]
@@ -256,7 +256,7 @@ def _join(
     exchange.folder = Path(f"{store}.exchanged")
     exchange.folder.mkdir(exist_ok=True)
     torch.set_num_threads(1)
-    leave_out_times_of_guards()
+    leave_out_reports()
     card = _take_card(rank) if device == "cuda" else None
     if card is None:
         seed_the_cpu_alone()
