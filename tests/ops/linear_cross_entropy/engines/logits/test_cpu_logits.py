@@ -91,7 +91,7 @@ def test_log_probs(way, bias):
 @pytest.mark.parametrize("name", CALLS)
 def test_workspace(name, way):
     made, options = CALLS[name]
-    N = 70 if way == "single_product" else 1100
+    N = 70 if way == "single_product" else 600
     inputs = make_inputs(N, 96, 4001, dtype=BF16, **made)
     workspace = workspace_for(inputs, formed(way), **options)
 
