@@ -10,7 +10,7 @@ from lowtide.ops.linear_cross_entropy import linear_cross_entropy
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, Reduction
 
 
-@advises(advice.EMBEDDINGS, advice.USAGE_OF_INFO_NCE)
+@advises(advice.INFO_NCE, advice.USAGE_OF_INFO_NCE)
 def info_nce(
     query: Tensor,
     key: Tensor,
@@ -71,7 +71,7 @@ def info_nce(
     )
 
 
-@advises(advice.EMBEDDINGS, advice.USAGE_OF_CONTRASTIVE)
+@advises(advice.CONTRASTIVE, advice.USAGE_OF_CONTRASTIVE)
 def contrastive(
     image: Tensor,
     text: Tensor,

@@ -12,7 +12,7 @@ from lowtide.losses import advice
 from lowtide.losses.common import Reduction, check_numbers, check_shape, reduced, widened
 
 
-@advises(advice.PREFERENCE, advice.USAGE_OF_DPO)
+@advises(advice.DPO, advice.USAGE_OF_DPO)
 def dpo(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -66,7 +66,7 @@ def dpo(
     return reduced(loss_B, reduction)
 
 
-@advises(advice.PREFERENCE, advice.USAGE_OF_PAIRS)
+@advises(advice.SIMPO, advice.USAGE_OF_PAIRS)
 def simpo(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -106,7 +106,7 @@ def simpo(
     return reduced(-F.logsigmoid(beta * (chosen_B - rejected_B) - gamma), reduction)
 
 
-@advises(advice.PREFERENCE, advice.USAGE_OF_PAIRS)
+@advises(advice.ORPO, advice.USAGE_OF_PAIRS)
 def orpo(
     policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 0.1, reduction: Reduction = "mean"
 ) -> Tensor:

@@ -6,18 +6,19 @@ import re
 import pytest
 import torch
 
+import lowtide
 from lowtide import losses
 from lowtide.losses import advice
 
 X = torch.zeros(2)
 CALLS = {
     "grpo": ((torch.zeros(2, 3), None, X, torch.ones(2, 3)), advice.POLICY),
-    "dpo": ((X, X, X, X), advice.PREFERENCE),
-    "simpo": ((X, X), advice.PREFERENCE),
-    "orpo": ((X - 1, X - 1), advice.PREFERENCE),
+    "dpo": ((X, X, X, X), advice.DPO),
+    "simpo": ((X, X), advice.SIMPO),
+    "orpo": ((X - 1, X - 1), advice.ORPO),
     "kto": ((X, X, X > 0, 0.0), advice.KTO),
-    "info_nce": ((torch.eye(2), torch.eye(2)), advice.EMBEDDINGS),
-    "contrastive": ((torch.eye(2), torch.eye(2)), advice.EMBEDDINGS),
+    "info_nce": ((torch.eye(2), torch.eye(2)), advice.INFO_NCE),
+    "contrastive": ((torch.eye(2), torch.eye(2)), advice.CONTRASTIVE),
 }
 
 
@@ -32,15 +33,15 @@ def test_every_name_is_answered(name):
             function(*given, **{other: 1})
 
 
-@pytest.mark.parametrize("instead", [advice.POLICY, advice.PREFERENCE, advice.KTO, advice.EMBEDDINGS])
-def test_advice_names_what_there_is(instead):
-    """Each `pass NAME` is an argument of some loss here."""
-    parameters = {
-        name for each in losses.__all__ for name in inspect.signature(getattr(losses, each)).parameters
-    }
-    for advised in instead.values():
-        if found := re.match(r"pass (\w+)", advised):
-            assert found[1] in parameters
+@pytest.mark.parametrize("name", CALLS)
+def test_advice_names_what_there_is(name):
+    """What is to be passed is an argument of this function, or of the one named behind it."""
+    for advised in CALLS[name][1].values():
+        if found := re.match(r"pass (\w+).*?(?: to (\w+))?(?:,|$)", advised):
+            own = getattr(losses, found[2] or name, None) or getattr(lowtide, found[2])
+            assert found[1] in inspect.signature(own).parameters, advised
+        for other in re.findall(r"call (\w+)", advised):
+            assert hasattr(losses, other)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ MOST = 64
 # (decision 0070). So sizes that come a few times, as with sequences of any length, would never pay
 # for one.
 RECORDED_CALL = 8
+# The same for what a model calls in each of its layers. A length that comes in one step alone
+# should not be recorded in that step.
+RECORDED_CALL_OF_LAYERS = 64
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -66,7 +69,8 @@ Results = Sequence[Tensor | None]
 class Recordings:
     """Hold a recording for each likeness of the calls of functions of tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_layers: bool = False) -> None:
+        self.in_layers = in_layers
         self.known: dict[Hashable, Recording | None] = {}
         self.calls: dict[Hashable, int] = {}
         """Counts the calls of each likeness until it is recorded."""
@@ -99,7 +103,7 @@ class Recordings:
             self.calls.clear()
         count = self.calls.get(likeness, 0) + 1
         self.calls[likeness] = count
-        if count < RECORDED_CALL:
+        if count < (RECORDED_CALL_OF_LAYERS if self.in_layers else RECORDED_CALL):
             return False
         self.calls.pop(likeness, None)  # another thread may have done so
         return True
@@ -108,8 +112,8 @@ class Recordings:
 class RecordedFunction(Recordings):
     """Hold a function of tensors, and a recording for each likeness of its calls."""
 
-    def __init__(self, function: Callable[..., Results]) -> None:
-        super().__init__()
+    def __init__(self, function: Callable[..., Results], *, in_layers: bool = False) -> None:
+        super().__init__(in_layers=in_layers)
         self.function = function
 
     def __call__(self, likeness: Hashable, *tensors: Tensor | None) -> Results:

@@ -141,10 +141,10 @@ def memory_efficient_attention(
         at most two float32 numbers for each query and head (float64 for float64). Backward computes
         the scores again.
         In half precision, up to 256 features of value, "triton" also keeps the part of the result
-        that rounding took off, in as much memory as the result. Many small problems, of at most 64
-        queries, keys and features, need no such part.
-        For each mask or window without sequences, of up to 16,384 queries and keys, up to 256 KiB
-        stay for later calls, for the last 16 at most.
+        that rounding took off, in as much memory as the result. It does not for 264 heads B H or
+        more of at most 64 queries, keys and features, unless heads share key heads or a bias.
+        What masks and windows of up to 16,384 queries and keys hide stays for later calls, in at
+        most 4 MiB.
         Backward of "triton" may store gradients of scores and, with many features, weights, some at
         a time. It does so in three cases: float32 operands; a bias [.., M, N] that is shared or
         comes with more than 128 features; more than 256 features. It stores at most 304 MiB, and at

@@ -2,8 +2,8 @@
 
 "auto" takes torch's own kernels ("sdpa") if they are known to be right for the call, and the Triton
 kernels are not known to be quicker. Otherwise it takes the Triton kernels if they support the call,
-and tiles in plain torch if they do not. The
-choice reads no values of the operands, so `lowtide doctor` can ask for it with fake tensors.
+and tiles in plain torch if they do not. The choice reads no values of the operands, so `lowtide
+doctor` can ask for it with fake tensors.
 
 Shapes: B batches, H heads, M queries, N keys, K features of queries and keys, E of values.
 """
@@ -22,6 +22,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.core.kernels.backend import (
     has_bfloat16_mma,
     has_cudnn_unequal_features,
+    has_warpgroup_mma,
     marked_constant,
     reason_against_triton,
 )
@@ -29,7 +30,6 @@ from lowtide.core.kernels.devices import runs_plain_torch
 from lowtide.ops.attention.definition.masks import is_plain_causal
 from lowtide.ops.attention.definition.operands import AttentionCall, AttentionSizes, Operands, is_far, sizes
 from lowtide.ops.attention.sdpa import alignment
-from lowtide.ops.attention.triton_backend.tile_sizes import LARGE, shared_memory
 
 # torch's kernels multiply a causal mask's -inf by the scale, in float32. With a scale of 0 or less
 # the result is NaN.
@@ -43,12 +43,13 @@ FIRST_CUDNN = 91100
 """The first release of cuDNN whose kernel computes gradients for UNEQUAL."""
 
 
-# Where the Triton kernels are quicker than torch's own on an H200 (decision 0103): for many heads
-# with few queries, keys and features, in 0.4 to 0.9 of the time,
+# The Triton kernels are quicker than torch's own on an H200 in two cases (decision 0103). One is
+# many heads with few queries, keys and features.
 MANY, SHORT, SHORT_FEATURES = 4096, (64, 128), 64
-# and for few features, in 0.8 to 1.0. With fewer heads or scores the card is done before the host,
-# which takes longer to launch the Triton kernels.
+# The other is few features and many scores, but not short causal calls and few queries. With fewer
+# heads or scores the card is done before the host, which takes longer to launch the Triton kernels.
 NARROW, MANY_SCORES = 32, 1 << 27
+FEWEST_QUERIES, FEWEST_CAUSAL = 16, 512
 
 
 class BackendChoice(NamedTuple):
@@ -77,7 +78,7 @@ def choose_backend(call: AttentionCall) -> BackendChoice:
     if named in ("auto", "sdpa"):
         against_sdpa = reason_against_sdpa(call)
         if against_sdpa is None and named == "auto":
-            against_sdpa = _reason_for_triton(operands)
+            against_sdpa = _slow_in_torch(call)
         if against_sdpa is None:
             return BackendChoice("sdpa")
         if named == "sdpa":
@@ -183,23 +184,26 @@ def _has_unequal_features(device: torch.device) -> bool:
     return has_cudnn_unequal_features(device, FIRST_CUDNN)
 
 
-def _reason_for_triton(operands: Operands) -> str | None:
-    """Return what is slow in torch's kernels where the Triton kernels are known to be quicker."""
-    size = sizes(operands)
-    if operands.device.type != "cuda" or _reason_against_triton(operands) or not _is_large(operands.device):
+def _slow_in_torch(call: AttentionCall) -> str | None:
+    """Return what makes torch's kernels slower than the Triton kernels, or None if nothing does."""
+    operands, size = call.operands, sizes(call.operands)
+    if operands.device.type != "cuda" or not _is_measured(operands.device):
+        return None
+    if _reason_against_triton(operands) is not None:
         return None
     heads, (M, N) = size.B * size.H, SHORT
     if heads >= MANY and size.M <= M and size.N <= N and size.K <= SHORT_FEATURES:
         return f"its kernels are slow for many heads with at most {M} queries and {N} keys"
-    if heads * size.M * size.N >= MANY_SCORES and size.K <= NARROW:
+    fewest = FEWEST_QUERIES if call.mask is None else FEWEST_CAUSAL
+    if size.K <= NARROW and heads * size.M * size.N >= MANY_SCORES and fewest <= size.M:
         return f"its kernels are slow for at most {NARROW} features"
     return None
 
 
 @marked_constant
-def _is_large(device: torch.device) -> bool:
-    """Return True for a card with the tiles that were measured, or if no card is there."""
-    return not torch.cuda.is_available() or shared_memory(device) >= LARGE
+def _is_measured(device: torch.device) -> bool:
+    """Return True for a card of the generation that was measured, or if no card is there."""
+    return not torch.cuda.is_available() or has_warpgroup_mma(device)
 
 
 def _reason_against_triton(operands: Operands) -> str | None:

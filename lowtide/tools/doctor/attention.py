@@ -129,10 +129,10 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
         *({"dtype": torch.float16}, {"dtype": torch.float16, **_CAUSAL}),
         *({"K": 256}, {"G": 4}, {"layout": Layout.BHMK}),
     ),
-    "the same, K at most 32 and many scores, on a card like an H200": (
+    "the same on Hopper, K at most 32 and many scores": (
         *({"K": 32}, {"K": 8, **_CAUSAL}, {"K": 32, "G": 4, "dtype": torch.float16}),
     ),
-    "the same, many heads, M at most 64, N 128, K 64, on such a card": (
+    "the same on Hopper, many heads, M at most 64, N 128, K 64": (
         *({"B": 256, "M": 64, "K": 64}, {"B": 512, "M": 16, "K": 40, **_CAUSAL}),
         {"B": 256, "M": 32, "N": 128, "G": 4, "K": 64},
     ),

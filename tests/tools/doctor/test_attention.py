@@ -109,12 +109,14 @@ def test_auto_takes_the_quicker_kernels(monkeypatch):
         *(replace(small, **each) for each in others),
         replace(narrow, K=40),
         replace(narrow, N=1023),
+        replace(narrow, M=8, N=1 << 17),
+        replace(narrow, B=128, M=256, mask=Mask.CAUSAL),
     ):
         assert call.choice().backend == "sdpa"
     for call in (small, narrow):
         assert call.choice().backend == "triton"
         assert replace(call, backend="sdpa").choice().backend == "sdpa"
-    monkeypatch.setattr(backend, "_is_large", lambda device: False)
+    monkeypatch.setattr(backend, "_is_measured", lambda device: False)
     for call in (small, narrow):
         assert call.choice().backend == "sdpa"
 

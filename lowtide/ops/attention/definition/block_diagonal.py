@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
-from lowtide.ops.attention.definition.intervals import Band, may_keep
+from lowtide.ops.attention.definition.intervals import Band, VectorCache, may_keep
 from lowtide.ops.attention.definition.masks import AttentionBias
 
 Mask = TypeVar("Mask", bound="BlockDiagonalMask")
@@ -30,8 +30,9 @@ class BlockDiagonalMask(AttentionBias):
         mask, x = BlockDiagonalMask.from_tensor_list([x1, x2, x3])  # x: [1, sum of M_i, H, K]
         y1, y2, y3 = mask.split(memory_efficient_attention(x, x, x, mask))
 
-    Memory: the starts of the sequences, once for each device, and the interval of keys that each
-    query sees, 8 bytes a query, once for each device, stream and window.
+    Memory: the starts of the sequences, once for each device. Also the interval of keys that each
+    query sees, 8 bytes a query, and for gradients 8 bytes a key, once for each device, stream and
+    window.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class BlockDiagonalMask(AttentionBias):
         # and then sets this attribute.
         self._batch_sizes = batch_sizes
         self._starts: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self.kept_intervals = {}
+        self.kept_vectors = VectorCache()
 
     @classmethod
     def from_seqlens(
@@ -149,7 +150,7 @@ class BlockDiagonalMask(AttentionBias):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy take: not what belongs to a device and a stream."""
-        return self.__dict__ | {"_starts": {}, "kept_intervals": {}}
+        return self.__dict__ | {"_starts": {}, "kept_vectors": VectorCache()}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.q_starts) - 1} sequences)"

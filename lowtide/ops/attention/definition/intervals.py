@@ -8,6 +8,7 @@ to mask single scores.
 Shapes: M queries, N keys; i counts queries, j keys.
 """
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeVar
@@ -18,10 +19,8 @@ from torch import Tensor
 from lowtide.core.operator import seen_by_nobody
 
 T = TypeVar("T")
-Kept = dict[Hashable, Any]
-
-# The most results that one dict keeps. At this number all are forgotten.
-MOST_KEPT = 16
+# Two for each mask that is trained with.
+MOST_KEPT = 32
 MISSING = object()
 
 
@@ -100,21 +99,33 @@ def visible(found: Intervals, N: int) -> Tensor:
     return (key_N >= found.first_M[:, None]) & (key_N < found.end_M[:, None])
 
 
-def kept(known: Kept, key: Hashable, device: torch.device, compute: Callable[[], T]) -> T:
-    """Return what an earlier call kept under this key; if none did, compute and keep it.
+class VectorCache:
+    """Keep vectors for later calls, those of the last MOST_KEPT keys."""
 
-    `may_keep` must be True.
-    """
-    # A call on another stream would not wait for the vectors.
-    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else None
-    # Autograd saves no vectors that inference mode has made.
-    key = key, device, stream, torch.is_inference_mode_enabled()
-    found: Any = known.get(key, MISSING)
-    if found is MISSING:
-        if len(known) >= MOST_KEPT:
-            known.clear()
-        found = known[key] = compute()
-    return found  # type: ignore[no-any-return]
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, device: torch.device, compute: Callable[[], T]) -> T:
+        """Return what an earlier call computed for this key; compute it if none did.
+
+        Compiled code must not read what is kept, or it would be compiled again when that changes.
+        """
+        if not may_keep(device):
+            return compute()
+        stream = None
+        if device.type == "cuda":
+            # A call on another stream would not wait for the vectors.
+            stream = torch.cuda.current_stream(device).stream_id
+            device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        # Autograd saves no vectors that inference mode has made.
+        key = key, device, stream, torch.is_inference_mode_enabled()
+        found: Any = self.known.get(key, MISSING)
+        if found is MISSING:
+            found = self.known[key] = compute()
+            if len(self.known) > MOST_KEPT:
+                with contextlib.suppress(StopIteration, RuntimeError):  # another thread changes it
+                    self.known.pop(next(iter(self.known)), None)
+        return found  # type: ignore[no-any-return]
 
 
 def may_keep(device: torch.device) -> bool:
@@ -122,8 +133,10 @@ def may_keep(device: torch.device) -> bool:
 
     Modes, such as that of selective checkpoints, must see the same operators in each call.
     Transforms wrap what is made in them. A CUDA graph may reuse the memory of what is made in its
-    capture.
+    capture. On other devices streams are not looked at.
     """
     if torch.compiler.is_compiling() or not seen_by_nobody(()):
         return False
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    if device.type == "cuda":
+        return not torch.cuda.is_current_stream_capturing()
+    return device.type == "cpu"

@@ -7,7 +7,7 @@ Shapes: M queries, N keys; i counts queries, j keys.
 """
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,7 @@ from lowtide.core.errors import Absent, ArgumentError, ArgumentTypeError, advise
 from lowtide.ops.attention.definition.intervals import (
     Band,
     Intervals,
-    Kept,
-    T,
-    kept,
-    may_keep,
+    VectorCache,
     of_bands,
     rows_of_keys,
     visible,
@@ -56,7 +53,8 @@ WIDEST = 1 << 30
 # The intervals of masks without sequences are kept here, up to so many queries and keys. Longer
 # vectors would hold memory, and take little of their call's time.
 LONGEST_KEPT = 1 << 14
-_of_bands: Kept = {}
+_vectors_of_bands = VectorCache()
+Place = tuple[VectorCache | None, Hashable]
 
 
 class AttentionBias:
@@ -70,8 +68,8 @@ class AttentionBias:
     """The mask's tensor: added to the scores (bool: True takes part), broadcast to [B, H, M, N]."""
     made_for: tuple[int, int] | None = None
     """The numbers of queries and keys that the mask is for; None if it is for any."""
-    kept_intervals: Kept | None = None
-    """The intervals that calls have computed, or None if the mask keeps none.
+    kept_vectors: VectorCache | None = None
+    """The intervals and rows of keys that calls have computed; None if the mask keeps none.
 
     Only a mask whose `blocks` never change may keep them.
     """
@@ -95,14 +93,6 @@ class AttentionBias:
             raise ArgumentError(TWO_BIASES)
         other = copy.copy(self)
         other.bias = bias
-        return other
-
-    def without_bias(self) -> "AttentionBias":
-        """Return the same mask without its tensor, which a graph would keep alive."""
-        if self.bias is None:
-            return self
-        other = copy.copy(self)
-        other.bias = None
         return other
 
     def materialize(
@@ -253,6 +243,15 @@ def window_band(window: tuple[int | None, int | None]) -> Band:
     return Band(left, right, from_bottom_right=True)
 
 
+def place_of(mask: AttentionBias | None, window: Band | None, M: int, N: int) -> Place:
+    """Return where a mask's vectors are kept, or None if they are not, and under which key."""
+    if mask is not None and type(mask) not in BY_BAND:
+        cache = mask.kept_vectors
+    else:
+        cache = _vectors_of_bands if max(M, N) <= LONGEST_KEPT else None
+    return cache, (M, N, None if mask is None else mask.band, window)
+
+
 def intervals(
     mask: AttentionBias | None, window: Band | None, M: int, N: int, device: torch.device
 ) -> Intervals | None:
@@ -260,45 +259,26 @@ def intervals(
 
     It is kept for later calls, as all layers of a model share the mask.
     """
+    if mask is None and window is None:
+        return None
     bands = [band for band in (None if mask is None else mask.band, window) if band is not None]
 
     def compute() -> Intervals | None:
         return of_bands(bands, None if mask is None else mask.blocks(device), M, N, device)
 
-    return _kept("keys", mask, window, M, N, device, compute)
+    cache, key = place_of(mask, window, M, N)
+    return compute() if cache is None else cache.get(("keys", key), device, compute)
 
 
-def rows_of(
-    mask: AttentionBias | None, window: Band | None, found: Intervals, N: int
-) -> tuple[Tensor, Tensor]:
-    """Return the rows of keys for these intervals of the mask; they are kept like the intervals."""
+def rows_at(place: Place, found: Intervals, N: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of keys for these intervals; they are kept where the intervals are."""
     first_M, end_M = found
 
     def compute() -> tuple[Tensor, Tensor]:
         return rows_of_keys(first_M, end_M, N)
 
-    return _kept("rows", mask, window, len(first_M), N, first_M.device, compute)
-
-
-def _kept(
-    kind: str,
-    mask: AttentionBias | None,
-    window: Band | None,
-    M: int,
-    N: int,
-    device: torch.device,
-    compute: Callable[[], T],
-) -> T:
-    """Return what an earlier call with such a mask computed; if none did, compute and keep it."""
-    if not may_keep(device):  # first, or compiled code would depend on how many are kept
-        return compute()
-    if mask is not None and type(mask) not in BY_BAND:
-        known = mask.kept_intervals
-    else:
-        known = _of_bands if max(M, N) <= LONGEST_KEPT else None
-    if known is None:
-        return compute()
-    return kept(known, (kind, M, N, None if mask is None else mask.band, window), device, compute)
+    cache, key = place
+    return compute() if cache is None else cache.get(("rows", key), first_M.device, compute)
 
 
 def is_plain_causal(mask: AttentionBias | None, M: int, N: int) -> bool:

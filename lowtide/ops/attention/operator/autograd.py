@@ -17,7 +17,7 @@ from lowtide.core.autodiff import differentiable_gradients, is_differentiated, s
 from lowtide.core.operator import call
 from lowtide.ops.attention.definition.operands import AttentionOptions, Operands, sizes
 from lowtide.ops.attention.operator import higher_order, ops
-from lowtide.ops.attention.triton_backend.tile_sizes import are_many_small
+from lowtide.ops.attention.triton_backend.tile_sizes import are_many_small, sums_bias_of_small
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -48,10 +48,15 @@ def with_gradients(
     few = operands.value.shape[-1] <= KEPT_FEATURES
     half = operands.query.dtype.itemsize == 2
     keep_low = half and few and options.backend == "triton" and any((*needs_grad[:2], needs_grad[3]))
-    # Backward of small problems sums over scores. With a bias's gradient it may go another way.
-    if keep_low and not needs_grad[3] and are_many_small(sizes(operands)):
-        keep_low = False
-    return options._replace(keep_low=keep_low), needs_grad
+    return options._replace(keep_low=keep_low and not _sums_scores(operands, needs_grad[3])), needs_grad
+
+
+def _sums_scores(operands: Operands, grad_bias: bool) -> bool:
+    """Return True if backward sums over scores, as it does in small problems."""
+    size = sizes(operands)
+    if operands.bias is not None and grad_bias and not sums_bias_of_small(operands.bias.shape, size.H):
+        return False
+    return are_many_small(size)
 
 
 class _Attention(torch.autograd.Function):

@@ -17,7 +17,7 @@ from lowtide.core.operator import seen_by_nobody
 from lowtide.core.recording.recorded import RecordedFunction
 from lowtide.core.strides import layouts_of
 from lowtide.ops.attention.definition.intervals import Band, Intervals
-from lowtide.ops.attention.definition.masks import AttentionBias, intervals, rows_of
+from lowtide.ops.attention.definition.masks import AttentionBias, Place, intervals, place_of, rows_at
 from lowtide.ops.attention.definition.operands import AttentionCall, Operands
 from lowtide.ops.attention.operator import ops
 from lowtide.ops.attention.operator.autograd import Gradients, differentiable_backward, with_gradients
@@ -38,7 +38,8 @@ class RecordedCall:
         self.with_logsumexp, self.dtype = call.with_logsumexp, operands.query.dtype
         self.window: Band | None = call.window
         self.M, self.N = operands.query.shape[2], operands.key.shape[2]
-        self.forward, self.backward = RecordedFunction(self._forward), RecordedFunction(self._backward)
+        self.forward = RecordedFunction(self._forward, in_layers=True)
+        self.backward = RecordedFunction(self._backward, in_layers=True)
 
     def run(self, mask: AttentionBias | None, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
         """Return the result and the logsumexp, or None if torch's dispatcher must see the call."""
@@ -54,16 +55,16 @@ class RecordedCall:
     def attend(self, mask: AttentionBias | None, given: tuple[Tensor | None, ...]) -> Any:
         """Return the result, the logsumexp or None, and the other tensors that backward needs."""
         assert given[0] is not None
-        device = given[0].device
         with torch.cuda.device_of(given[0]):
-            seen = intervals(mask, self.window, self.M, self.N, device)
+            seen = intervals(mask, self.window, self.M, self.N, given[0].device)
             vectors = (None, None) if seen is None else seen
             return *self.forward((self._pieces(), seen is None), *given, *vectors), *vectors
 
-    def gradients(self, mask: AttentionBias | None, *saved: Tensor | None) -> Any:
+    def gradients(self, place: Place, *saved: Tensor | None) -> Any:
         """Return the gradients of the caller's tensors.
 
-        `saved` holds the two upstream gradients and the saved tensors.
+        `saved` holds the two upstream gradients and the saved tensors. `place` is where the vectors
+        of the mask are kept.
         """
         assert saved[2] is not None
         if not seen_by_nobody(saved):
@@ -72,7 +73,7 @@ class RecordedCall:
         with torch.cuda.device_of(saved[2]):
             rows: tuple[Tensor | None, Tensor | None] = None, None
             if first is not None and end is not None:
-                rows = rows_of(mask, self.window, Intervals(first, end), self.N)
+                rows = rows_at(place, Intervals(first, end), self.N)
             # Hooks on saved tensors may bring these back in another layout.
             return self.backward((self._pieces(), layouts_of(saved)), *saved, *rows)
 
@@ -104,18 +105,26 @@ class RecordedCall:
         self,
         grad_output: Tensor | None,
         grad_logsumexp: Tensor | None,
-        *saved: Any,
+        query: Tensor | None,
+        key: Tensor | None,
+        value: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor | None,
+        statistics: Tensor | None,
+        low: Tensor | None,
+        first: Tensor | None,
+        end: Tensor | None,
+        *rows: Tensor | None,
         by_operator: bool = False,
     ) -> Gradients:
-        *given, out, statistics, low, first, end = saved[:9]
-        operands = self._operands(*given, first, end)
+        operands = self._operands(query, key, value, bias, first, end)
         out = self._turned(out)
         upstream = torch.zeros_like(out) if grad_output is None else self._turned(grad_output)
         kept = upstream, grad_logsumexp, out, statistics, low
         if by_operator:
             found = ops.attention_backward(*kept, *operands, self.needs_grad, *self.options)
         else:
-            found = launch_backward.backward(operands, self.options, self.needs_grad, *kept, saved[9:])
+            found = launch_backward.backward(operands, self.options, self.needs_grad, *kept, rows)
         return self._as_given(scatter_gradients(found, self.needs_grad))
 
     def _operands(self, query: Any, key: Any, value: Any, bias: Any, *rest: Any) -> Operands:
@@ -139,7 +148,8 @@ class attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: RecordedCall, mask: AttentionBias | None, *given: Tensor | None) -> Any:
         out, logsumexp, *kept = call.attend(mask, given)
-        ctx.call, ctx.mask = call, None if mask is None else mask.without_bias()
+        # Not the mask, whose tensor would live as long as the graph.
+        ctx.call, ctx.place = call, place_of(mask, call.window, call.M, call.N)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*given, out, *kept)
         return (out, logsumexp) if call.with_logsumexp else out
@@ -152,4 +162,4 @@ class attention(torch.autograd.Function):
         saved = upstream + ctx.saved_tensors
         if is_differentiated(*upstream):
             return None, None, *call.differentiable(*saved)
-        return None, None, *call.gradients(ctx.mask, *saved)
+        return None, None, *call.gradients(ctx.place, *saved)

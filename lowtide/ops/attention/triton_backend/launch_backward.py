@@ -46,7 +46,6 @@ FEW_SCORES = 1 << 24
 # Up to so many queries and keys, float32 stores the weights wherever dk and dv do not fit into one
 # kernel: that kernel of dv would have too few programs (decision 0101).
 MOST_POSITIONS = 512
-Rows = tuple[Tensor | None, Tensor | None]
 # Strips of fewer programs leave a part of the card idle, so scores are recomputed instead.
 FEWEST_PROGRAMS = 192
 
@@ -60,7 +59,7 @@ def backward(
     out: Tensor,
     statistics: Tensor,
     low: Tensor | None,
-    rows: Rows = (None, None),
+    rows: Sequence[Tensor | None] = (None, None),
 ) -> list[Tensor]:
     """Return the gradients of query, key, value and bias that needs_grad asks for.
 

@@ -18,7 +18,7 @@ from lowtide.ops.attention.triton_backend.kernels.small_problems import (
     problem_gradient_kernel,
 )
 from lowtide.ops.attention.triton_backend.launch import VECTOR, KernelCall, strides_of
-from lowtide.ops.attention.triton_backend.tile_sizes import FEWEST_PROBLEMS, Tile
+from lowtide.ops.attention.triton_backend.tile_sizes import FEWEST_PROBLEMS, Tile, sums_bias_of_small
 
 # The programs that run at once on an H200: two per multiprocessor, in backward and for a bias.
 AT_ONCE = 264
@@ -33,16 +33,13 @@ def is_small(call: KernelCall, kernel: str = "problem forward", grad_bias: bool 
     """Return True if the kernel takes this call: many problems of one tile each.
 
     Query heads must not share key heads. If TF32 is allowed, other kernels take float32. grad_bias:
-    the bias needs a gradient. Such a bias must have more than one row and more than one column.
-    Heads may share it only if batches share it too.
+    the bias needs a gradient.
     """
     B, H, G, _, _, _, _ = call.size
     bias = call.bias
     if _tile(call, kernel) is None or G != H or B * H < FEWEST_PROBLEMS or call.pieces == 2:
         return False
-    if bias is None or not grad_bias:
-        return True
-    return min(bias.shape[2:]) > 1 and (bias.shape[0] == 1 or bias.shape[1] == H)
+    return bias is None or not grad_bias or sums_bias_of_small(bias.shape, H)
 
 
 def _tile(call: KernelCall, kernel: str) -> Tile | None:

@@ -8,6 +8,7 @@ Shapes: M queries, N keys; K features of queries and keys, E of values. dk and d
 of key and value.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -29,9 +30,18 @@ FEWEST_PROBLEMS = 264
 
 
 def are_many_small(size: AttentionSizes) -> bool:
-    """Return True for many small problems of half precision, without regard to a bias."""
+    """Return True for many problems that are small in forward and in backward, without TF32."""
     B, H, G, *sizes = size
     return H == G and B * H >= FEWEST_PROBLEMS and max(sizes) <= SMALL_PROBLEM
+
+
+def sums_bias_of_small(bias: Sequence[int], heads: int) -> bool:
+    """Return True if the kernel of small problems sums the gradient of a bias of this shape.
+
+    The bias must have more than one row and more than one column. Heads may share it only if
+    batches share it too.
+    """
+    return min(bias[2:]) > 1 and (bias[0] == 1 or bias[1] == heads)
 
 
 class TileSizes(NamedTuple):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lowtide
 from lowtide import attn_bias as masks
 from lowtide.ops.attention.definition import masks as definition
-from lowtide.ops.attention.definition.intervals import MOST_KEPT, visible
+from lowtide.ops.attention.definition.intervals import MOST_KEPT, VectorCache, visible
 from lowtide.ops.attention.definition.masks import intervals, window_band
 from tests.support.cards import NEEDS_CUDA
 
@@ -132,7 +132,7 @@ def computed(monkeypatch):
         return compute(*given)
 
     monkeypatch.setattr(definition, "of_bands", counted)
-    monkeypatch.setattr(definition, "_of_bands", {})
+    monkeypatch.setattr(definition, "_vectors_of_bands", VectorCache())
     return computed
 
 
@@ -177,21 +177,21 @@ def test_bands_keep_intervals(mask, computed):
             out = lowtide.memory_efficient_attention(x, x, x, made, window=window, backend="torch")
             expected = lowtide.memory_efficient_attention(x, x, x, made, window=window, backend="reference")
             torch.testing.assert_close(out, expected)
-    assert len(computed) == len(set(map(str, computed)))  # the same question is not asked twice
+    assert len(computed) == (2 if made is None else 3)  # one for each mask and window
 
 
 def test_long_bands_keep_nothing(computed):
     for _ in range(2):
         intervals(masks.LowerTriangularMask(), None, definition.LONGEST_KEPT + 1, 5, torch.device("cpu"))
     assert len(computed) == 2
-    assert not definition._of_bands
+    assert not definition._vectors_of_bands.known
 
 
 def test_bands_forget_at_most(computed):
     for N in range(1, 3 * MOST_KEPT):
         first = intervals(masks.LowerTriangularMask(), None, N, N, torch.device("cpu"))
         assert first.end_M.tolist() == [*range(1, N + 1)]
-        assert 0 < len(definition._of_bands) <= MOST_KEPT
+        assert 0 < len(definition._vectors_of_bands.known) <= MOST_KEPT
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -200,7 +200,7 @@ def test_rows_of_keys_are_the_transpose(right):
     for M, N in ((1, 1), (5, 3), (3, 7), (8, 8)):
         for window in (None, window_band((2, 0)), window_band((0, 1))):
             found = intervals(mask, window, M, N, torch.device("cpu"))
-            first, end = definition.rows_of(mask, window, found, N)
+            first, end = definition.rows_at(definition.place_of(mask, window, M, N), found, N)
             row = torch.arange(M)
             of_keys = (row >= first[:, None]) & (row < end[:, None])
             assert torch.equal(of_keys.T, visible(found, N))
@@ -210,14 +210,47 @@ def attention_of_sequences(mask, x):
     return lowtide.memory_efficient_attention(x, x, x, mask)
 
 
-def test_fake_intervals_are_not_kept():
-    mask = masks.BlockDiagonalMask.from_seqlens([2, 3])
+def cache_of(mask):
+    cache, _ = definition.place_of(mask, None, 5, 5)
+    return cache
+
+
+@pytest.fixture(params=["sequences", "band"])
+def mask(request, computed):
+    """A mask for 5 queries and keys, which has kept nothing."""
+    of_sequences = request.param == "sequences"
+    return masks.BlockDiagonalMask.from_seqlens([2, 3]) if of_sequences else masks.LowerTriangularMask()
+
+
+def test_fake_intervals_are_not_kept(mask):
     x = torch.randn(1, 5, 1, 4)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        attention_of_sequences(mask, mode.from_tensor(x))
-    assert not mask.kept_intervals
-    attention_of_sequences(mask, x)
-    assert len(mask.kept_intervals) == 1
+        intervals(mask, None, 5, 5, mode.from_tensor(x).device)
+        lowtide.memory_efficient_attention(*3 * [mode.from_tensor(x)], mask, backend="torch")
+    assert not cache_of(mask).known
+    lowtide.memory_efficient_attention(x, x, x, mask, backend="torch")
+    assert len(cache_of(mask).known) == 1
+
+
+def test_inference_keeps_its_own(mask):
+    """Autograd saves no tensors of inference mode."""
+    x = torch.randn(1, 5, 1, 4, requires_grad=True)
+    with torch.inference_mode():
+        expected = lowtide.memory_efficient_attention(x, x, x, mask, backend="torch")
+    out = lowtide.memory_efficient_attention(x, x, x, mask, backend="torch")
+    torch.testing.assert_close(out, expected)
+    torch.autograd.grad(out.sum(), x)
+    assert len(cache_of(mask).known) == 2
+
+
+def test_transforms_keep_nothing(mask, computed):
+    x = torch.randn(5, 1, 4)
+    for _ in range(2):
+        torch.func.grad(
+            lambda x: lowtide.memory_efficient_attention(*3 * [x[None]], mask, backend="torch").sum()
+        )(x)
+    assert not cache_of(mask).known
+    assert computed
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
@@ -258,12 +291,12 @@ def test_selective_checkpoint_sees_the_same_operators():
 def test_pickles_leave_out_what_is_kept():
     mask = masks.BlockDiagonalMask.from_seqlens([2, 3], device="cpu")
     attention_of_sequences(mask, torch.randn(1, 5, 1, 4))
-    assert mask.kept_intervals
+    assert mask.kept_vectors.known
     for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
-        assert not other.kept_intervals
+        assert not other.kept_vectors.known
         assert not other._starts
         assert other.q_starts == mask.q_starts
-    assert copy.copy(mask).kept_intervals is mask.kept_intervals
+    assert copy.copy(mask).kept_vectors.known is mask.kept_vectors.known
 
 
 @pytest.mark.gpu
@@ -276,15 +309,15 @@ def test_captures_and_streams_keep_their_own():
     with torch.cuda.stream(side):
         expected = attention_of_sequences(mask, x)
     torch.cuda.current_stream().wait_stream(side)
-    assert len(mask.kept_intervals) == 1
+    assert len(mask.kept_vectors.known) == 1
     assert torch.equal(attention_of_sequences(mask, x), expected)
-    assert len(mask.kept_intervals) == 2
+    assert len(mask.kept_vectors.known) == 2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = attention_of_sequences(mask, x)
     graph.replay()
     assert torch.equal(found, expected)
-    assert len(mask.kept_intervals) == 2
+    assert len(mask.kept_vectors.known) == 2
 
 
 def test_tensor_lists_round_trip():

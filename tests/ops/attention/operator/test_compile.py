@@ -88,8 +88,12 @@ def test_compile_one_graph(device, name, dynamic):
             torch.testing.assert_close(got, want)
 
 
+def causal(query, key, value):
+    return lowtide.memory_efficient_attention(query, key, value, masks.LowerTriangularMask(), backend="torch")
+
+
 @pytest.mark.parametrize(
-    "function", [lowtide.memory_efficient_attention, lowtide.scaled_dot_product_attention]
+    "function", [lowtide.memory_efficient_attention, lowtide.scaled_dot_product_attention, causal]
 )
 def test_compiled_once_beside_eager_calls(device, function):
     """Eager calls of other sizes, which are remembered, compile nothing again."""

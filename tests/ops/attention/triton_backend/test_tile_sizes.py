@@ -73,5 +73,25 @@ def test_many_small_problems_keep_no_low_half(sizes):
         assert are_many_small(call.size) is many
         for kernel in ("problem forward", "problem gradient"):
             assert launch_small_problems.is_small(call, kernel) is many
+    for room in (99 << 10, 163 << 10, LARGE):
+        for kernel in ("problem forward", "problem gradient"):
+            tile = find_tile(kernel, 1, True, K, E, room)
+            assert tile.M >= M
+            assert tile.N >= N
     shared = x(B, 2, N, K).contiguous()
     assert not are_many_small(kernel_call(operands._replace(key=shared, value=shared), options).size)
+
+
+BIASES = [(1, 4, 9, 7), (66, 4, 9, 7), (1, 1, 9, 7), (66, 1, 9, 7), (1, 4, 1, 7), (1, 4, 9, 1)]
+
+
+@pytest.mark.parametrize("shape", BIASES)
+@pytest.mark.parametrize("grad_bias", [True, False])
+def test_low_half_is_kept_where_it_is_read(shape, grad_bias):
+    made = (torch.empty(66, 4, rows, 8, dtype=torch.bfloat16) for rows in (9, 7, 7))
+    query, key, value = (each.requires_grad_() for each in made)
+    bias = torch.empty(shape, dtype=torch.bfloat16, requires_grad=grad_bias)
+    operands = Operands(query, key, value, bias)
+    options, _ = with_gradients(operands, AttentionOptions(1.0, backend="triton"))
+    call = kernel_call(operands, options)
+    assert options.keep_low is not launch_small_problems.is_small(call, "problem gradient", grad_bias)

@@ -168,13 +168,22 @@ def test_ratios_are_to_the_quickest_of_torch(monkeypatch):
 
 
 def test_host_runs_ahead_on_cuda(monkeypatch):
-    """Each round begins twice the host's time later on the card; each provider has two times."""
+    """Each round begins twice the host's time later on the card; each provider has two times.
+
+    Calls of lowtide are recorded before.
+    """
+    pytest.importorskip("triton")
+    from lowtide.core.recording.recorded import RECORDED_CALL_OF_LAYERS
+
     case = dataclasses.replace(BY_NAME["smoke-bias"], device="cuda")
     inputs = BY_NAME["smoke-bias"].inputs()
-    runners = [
-        attention._Runner(PROVIDERS[name], lambda inputs: None, inputs) for name in ("lowtide", "sdpa")
-    ]
-    leads = []
+    leads, calls = [], []
+
+    def attend(inputs):
+        calls.append(inputs)
+        return sum(leaf.sum() for leaf in inputs.leaves).expand_as(inputs.upstream)
+
+    runners = [attention._Runner(PROVIDERS[name], attend, inputs) for name in ("lowtide", "sdpa")]
 
     def alternate(calls, rounds, device, lead_ms=0.0, together=1):
         leads.append(lead_ms)
@@ -185,6 +194,7 @@ def test_host_runs_ahead_on_cuda(monkeypatch):
     figures = attention._timed(case, runners, 300.0)
     assert [each.host_us for each in figures] == [(10.0, 20.0), (30.0, 40.0)]
     assert leads == [0.0, 0.2]
+    assert len(calls) == attention.RECORDED > RECORDED_CALL_OF_LAYERS
 
 
 def synthetic(case, name, forward, backward, peak, best=None, reason=""):

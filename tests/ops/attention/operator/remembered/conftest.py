@@ -13,7 +13,7 @@ def interpreter(device, monkeypatch):
     from lowtide.core.recording import recorded  # imports Triton
 
     remembered.forget()
-    monkeypatch.setattr(recorded, "RECORDED_CALL", 1)
+    monkeypatch.setattr(recorded, "RECORDED_CALL_OF_LAYERS", 1)
 
 
 @pytest.fixture
