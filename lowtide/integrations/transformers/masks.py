@@ -18,7 +18,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.integrations.transformers.bands import Shown, band
 from lowtide.ops.attention.definition.block_diagonal import BlockDiagonalCausalMask
 from lowtide.ops.attention.definition.intervals import Band
-from lowtide.ops.attention.definition.masks import AttentionBias, LowerTriangularMask
+from lowtide.ops.attention.definition.masks import BY_SEQUENCES, AttentionBias, LowerTriangularMask
 
 ELSE = "attn_implementation='lowtide' makes no tensor for such; use 'sdpa' or 'eager' with this model"
 ELEMENTS = 1 << 22
@@ -115,6 +115,9 @@ class PackedMask(OpaqueMask, BlockDiagonalCausalMask):
         super().__init__(lengths, lengths)
         self.lengths = (M, M)
         self.band = Band(None if window is None else window - 1, 0)
+
+
+BY_SEQUENCES.add(PackedMask)
 
 
 def mask(

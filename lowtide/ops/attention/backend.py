@@ -185,8 +185,13 @@ def _has_unequal_features(device: torch.device) -> bool:
 
 
 def _slow_in_torch(call: AttentionCall) -> str | None:
-    """Return what makes torch's kernels slower than the Triton kernels, or None if nothing does."""
+    """Return what makes torch's kernels slower than the Triton kernels, or None if nothing does.
+
+    In compiled graphs it is None: each size that is compared would be a guard.
+    """
     operands, size = call.operands, sizes(call.operands)
+    if torch.compiler.is_compiling() or size.K > SHORT_FEATURES:
+        return None
     if operands.device.type != "cuda" or not _is_measured(operands.device):
         return None
     if _reason_against_triton(operands) is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.attention.definition.intervals import Band, VectorCache, may_keep
-from lowtide.ops.attention.definition.masks import AttentionBias
+from lowtide.ops.attention.definition.masks import BY_SEQUENCES, AttentionBias
 
 Mask = TypeVar("Mask", bound="BlockDiagonalMask")
 
@@ -163,3 +163,6 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
     """
 
     band = Band(right=0)
+
+
+BY_SEQUENCES |= {BlockDiagonalMask, BlockDiagonalCausalMask}

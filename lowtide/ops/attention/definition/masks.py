@@ -194,6 +194,9 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
         return f"{type(self).__name__}(window_left={self.band.left}, window_right={self.band.right})"
 
 
+# Masks of sequences whose checks read their class, band and sizes alone; the modules that define
+# such classes add them. A subclass, which may check more, is not among them.
+BY_SEQUENCES: set[type] = set()
 # The masks whose intervals depend on their band and sizes alone.
 BY_BAND = {
     AttentionBias,
@@ -207,12 +210,12 @@ BY_BAND = {
 def likeness(attn_bias: Any) -> Hashable | None:
     """Return a value that is equal only for masks that differ in tensors and sequences alone.
 
-    Return None for what is no mask of these classes, and no tensor.
+    Return None for what is no tensor, and no mask that its class, band and sizes describe.
     """
     kind: Any = type(attn_bias)
     if attn_bias is None or kind is Tensor or kind is Parameter:
         return (kind,)
-    return (kind, attn_bias.band, attn_bias.made_for) if isinstance(attn_bias, AttentionBias) else None
+    return (kind, attn_bias.band, attn_bias.made_for) if kind in BY_BAND | BY_SEQUENCES else None
 
 
 def is_from_torch(bias: object) -> bool:
@@ -283,8 +286,9 @@ def rows_at(place: Place, found: Intervals, N: int) -> tuple[Tensor, Tensor]:
 
 def is_plain_causal(mask: AttentionBias | None, M: int, N: int) -> bool:
     """Return True if the mask means exactly what torch's is_causal means."""
-    return (
-        isinstance(mask, (LowerTriangularMask, LowerTriangularFromBottomRightMask))
-        and mask.bias is None
-        and (M == N or not mask.band.from_bottom_right)
-    )
+    if not isinstance(mask, (LowerTriangularMask, LowerTriangularFromBottomRightMask)):
+        return False
+    left, right, from_bottom_right = mask.band  # a subclass may have another, and sequences
+    if mask.bias is not None or (left, right) != (None, 0) or type(mask).blocks is not AttentionBias.blocks:
+        return False
+    return M == N or not from_bottom_right

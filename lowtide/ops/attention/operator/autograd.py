@@ -52,7 +52,12 @@ def with_gradients(
 
 
 def _sums_scores(operands: Operands, grad_bias: bool) -> bool:
-    """Return True if backward sums over scores, as it does in small problems."""
+    """Return True if backward sums over scores, as it does in small problems.
+
+    In compiled graphs the answer is False: each size that is compared would be a guard.
+    """
+    if torch.compiler.is_compiling():
+        return False
     size = sizes(operands)
     if operands.bias is not None and grad_bias and not sums_bias_of_small(operands.bias.shape, size.H):
         return False

@@ -433,3 +433,22 @@ def test_refused_to_materialize(mask, shape, dtype, message):
 def test_refused_tensor_list(tensors):
     with pytest.raises(ValueError, match=r"tensors must be one or more \[B_i, M_i, \.\.\.\]"):
         masks.BlockDiagonalMask.from_tensor_list(tensors)
+
+
+class Local(masks.LowerTriangularMask):
+    band = window_band((2, 0))
+
+
+class Sequences(masks.LowerTriangularMask):
+    def blocks(self, device):
+        return 2 * (torch.tensor([0, 2, 5], dtype=torch.int32, device=device),)
+
+
+@pytest.mark.parametrize("kind", [Local, Sequences])
+def test_subclass_of_a_causal_mask_is_not_causal_alone(kind):
+    """torch's kernels would see all keys before a query."""
+    x = torch.randn(3, 1, 5, 1, 4)
+    found = lowtide.memory_efficient_attention(*x, kind())
+    torch.testing.assert_close(found, lowtide.memory_efficient_attention(*x, kind(), backend="reference"))
+    assert not definition.is_plain_causal(kind(), 5, 5)
+    assert definition.is_plain_causal(masks.LowerTriangularMask(), 5, 5)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
@@ -184,3 +186,29 @@ def test_compile_bias_of_symbolic_size(device, shape):
     tensors = [torch.randn(2, 17, 2, 8, device=device) for _ in range(3)]
     tensors.append(torch.randn([size or 17 for size in shape], device=device))
     torch.testing.assert_close(compiled(*tensors), lowtide.memory_efficient_attention(*tensors))
+
+
+def test_sizes_of_short_problems_are_no_guards():
+    """They decide what backward needs in half precision, and which backend CUDA takes."""
+    pytest.importorskip("triton")
+
+    class Causal(torch.nn.Module):
+        def forward(self, *tensors):
+            return lowtide.memory_efficient_attention(*tensors, masks.LowerTriangularMask())
+
+    class Local(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+        def forward(self, query, *others):
+            given = query * self.scale, *others
+            return lowtide.memory_efficient_attention(*given, window=(3, 0), backend="triton")
+
+    length = torch.export.Dim("length", min=2, max=4096)
+    sizes = ({1: length},) * 3
+    tensors = torch.randn(3, 70, 80, 4, 8, dtype=torch.bfloat16)
+    torch.export.export(Local(), (*tensors,), dynamic_shapes=(sizes[0], sizes[1:]), strict=False)
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        fakes = [torch.empty(300, 48, 32, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    torch.export.export(Causal(), tuple(fakes), dynamic_shapes=(sizes,), strict=False)

@@ -9,8 +9,12 @@ import itertools
 import pytest
 import torch
 
-from lowtide.ops.attention.definition.operands import AttentionSizes
-from lowtide.ops.attention.triton_backend.strips import ROOM, Strip, strips, up
+pytest.importorskip("triton")
+
+from lowtide.ops.attention.definition.operands import AttentionOptions, AttentionSizes, Operands
+from lowtide.ops.attention.triton_backend.launch import kernel_call
+from lowtide.ops.attention.triton_backend.launch_backward import _leaves_idle
+from lowtide.ops.attention.triton_backend.strips import ROOM, Stored, Strip, strips, up
 
 
 def bytes_of(strip, size, score_bytes, pieces):
@@ -123,3 +127,11 @@ def strip_corners(strip):
         range(strip.first_group, strip.first_group + strip.groups),
         range(strip.first_key, strip.first_key + strip.keys, 128),
     )
+
+
+@pytest.mark.parametrize(("pieces", "idle"), [(1, False), (2, False), (3, True)])
+def test_strips_that_leave_idle(pieces, idle):
+    """Strips of 128 programs: with three pieces scores are recomputed (decisions 0061 and 0104)."""
+    query = torch.empty(1, 1, 1, 1).expand(1, 16, 8192, 64)
+    call = kernel_call(Operands(query, query, query), AttentionOptions(0.125))._replace(pieces=pieces)
+    assert _leaves_idle(call, Stored(grad_scores=True)) is idle

@@ -44,12 +44,13 @@ def piece_count(dtype: torch.dtype) -> int:
 def precision() -> str:
     """Return Triton's input_precision for products of float32 operands that are not split.
 
-    "bf16x6" means six products of bfloat16 pieces that Triton makes. "tf32" means one product in
-    TF32, if torch allows that. "ieee" is for Triton's interpreter and ROCm.
+    "bf16x6" means six products of three bfloat16 pieces that Triton makes. "bf16x3" means three
+    products of two pieces, if torch allows TF32, so that all products err alike (decision 0104).
+    "ieee" is for Triton's interpreter and ROCm.
     """
     if triton.knobs.runtime.interpret or torch.version.hip is not None:
         return "ieee"
-    return "tf32" if _allows_tf32() else "bf16x6"
+    return "bf16x3" if _allows_tf32() else "bf16x6"
 
 
 def _allows_tf32() -> bool:

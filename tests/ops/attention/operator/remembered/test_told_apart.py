@@ -136,14 +136,54 @@ def test_masks_of_sequences_share_a_recording(device, recordings, kind, window):
     assert all(recordings)
 
 
-def test_graph_keeps_no_bias_beyond_backward(device):
+def test_graph_keeps_no_bias_beyond_backward(device, recordings):
     """It keeps the mask, whose tensor may be as large as all scores."""
     query = torch.randn(1, M, 1, K, device=device, requires_grad=True)
     for _ in range(3):
-        mask = CAUSAL.add_bias(torch.ones(M, M, device=device))
+        mask = CAUSAL.add_bias(torch.ones(1, 1, M, M, device=device))
         bias = weakref.ref(mask.bias)
         out = lowtide.memory_efficient_attention(query, query, query, mask, backend="triton")
         out.sum().backward()
         del mask
         assert bias() is None
         assert out.grad_fn is not None
+    assert len(recordings) == 4  # forward and backward of the second and the third call
+
+
+class MadeFor(masks.LowerTriangularMask):
+    """A mask with a check of its own."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+    def check(self, M, N):
+        if self.keys != N:
+            raise ValueError(f"made for {self.keys} keys")
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_masks_of_unknown_classes_are_checked(device, backend):
+    case = least_of(device)
+    tensors = case.query, case.key, case.value
+    for _ in range(3):
+        lowtide.memory_efficient_attention(*tensors, MadeFor(M), backend=backend)
+    with pytest.raises(ValueError, match="made for"):
+        lowtide.memory_efficient_attention(*tensors, MadeFor(M + 1), backend=backend)
+
+
+def test_band_that_changes_before_backward(device):
+    """Rows of the band that forward had are kept under it."""
+    length, local = 160, masks.LocalAttentionFromBottomRightMask
+    given = torch.randn(3, 1, length, 1, K, device=device, requires_grad=True)
+    expected = {}
+    for right in (0, 100):
+        out = lowtide.memory_efficient_attention(*given, local(right, 0), backend="reference")
+        (expected[right],) = torch.autograd.grad(out.sum(), given)
+    for _ in range(2):
+        mask = local(0, 0)
+        out = lowtide.memory_efficient_attention(*given, mask, backend="triton")
+        mask.band = local(100, 0).band
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), given)[0], expected[0])
+    for _ in range(2):
+        out = lowtide.memory_efficient_attention(*given, local(100, 0), backend="triton")
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), given)[0], expected[100])
