@@ -7,6 +7,10 @@ READY := $(VENV)/.ready
 READY_FOR_DOCS := $(VENV)/.ready-for-docs
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
+# Packages are installed without bytecode, which takes half a minute of a processor. Python keeps what it
+# compiles of them when it first imports it, unless this variable forbids it.
+unexport PYTHONDONTWRITEBYTECODE
+
 SECONDS ?= 60
 FUZZ = -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(SUBJECT),--subject $(SUBJECT))
 
@@ -71,14 +75,14 @@ bench-trained:  ## the same on the head of a model that is trained first, in abo
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 $(READY_FOR_DOCS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[docs]'
 	touch $(READY_FOR_DOCS)
 
 clean:

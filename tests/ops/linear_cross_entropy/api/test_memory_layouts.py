@@ -34,9 +34,10 @@ def matrix(R, S, layout, dtype):
     return flat.as_strided(made.shape, made.stride(), made.storage_offset()).requires_grad_()
 
 
-def over(step, workspace):
+def over(step, workspace, again=True):
     """Bytes held beyond the workspace and what `step` returns."""
-    step(workspace)  # kernels are compiled, lazily made things are made
+    if again:
+        step(workspace)  # kernels are compiled, lazily made things are made
     with peak_memory("cpu") as peak:
         results = step(workspace)
     return peak.bytes - sum(each.nbytes for each in results) - workspace
@@ -91,7 +92,7 @@ def test_layout_memory_input_that_is_copied(dtype, layout, ignored):
         return (loss, *torch.autograd.grad(loss, [x, w]))
 
     for workspace in range(smallest_workspace(step), 6_000_000, 380_000):
-        assert over(step, workspace) <= 0, workspace
+        assert over(step, workspace, again=False) <= 0, workspace
 
 
 @pytest.mark.parametrize(("V", "smoothing"), [(3, 0.0), (30, 0.1), (300, 0.0)])
