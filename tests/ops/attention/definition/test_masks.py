@@ -301,23 +301,31 @@ def test_pickles_leave_out_what_is_kept():
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-def test_captures_and_streams_keep_their_own():
-    mask = masks.BlockDiagonalMask.from_seqlens([20, 30], device="cuda")
+@pytest.mark.parametrize("kind", ["sequences", "band"])
+def test_captures_and_streams_keep_their_own(kind, computed):
+    mask = masks.LowerTriangularMask()
+    if kind == "sequences":
+        mask = masks.BlockDiagonalMask.from_seqlens([20, 30], device="cuda")
+    cache, _ = definition.place_of(mask, None, 50, 50)
     x = torch.randn(1, 50, 2, 16, device="cuda", dtype=torch.float16)
+
+    def attend():
+        return lowtide.memory_efficient_attention(x, x, x, mask, backend="triton")
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        expected = attention_of_sequences(mask, x)
+        expected = attend()
     torch.cuda.current_stream().wait_stream(side)
-    assert len(mask.kept_vectors.known) == 1
-    assert torch.equal(attention_of_sequences(mask, x), expected)
-    assert len(mask.kept_vectors.known) == 2
+    assert len(cache.known) == 1
+    assert torch.equal(attend(), expected)
+    assert len(cache.known) == 2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attention_of_sequences(mask, x)
+        found = attend()
     graph.replay()
     assert torch.equal(found, expected)
-    assert len(mask.kept_vectors.known) == 2
+    assert len(cache.known) == 2
 
 
 def test_tensor_lists_round_trip():
