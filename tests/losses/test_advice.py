@@ -35,7 +35,7 @@ def test_every_name_is_answered(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_advice_names_what_there_is(name):
-    """What is to be passed is an argument of this function, or of the one named behind it."""
+    """The advice names arguments of this function, or of the one that is named behind them."""
     for advised in CALLS[name][1].values():
         if found := re.match(r"pass (\w+).*?(?: to (\w+))?(?:,|$)", advised):
             own = getattr(losses, found[2] or name, None) or getattr(lowtide, found[2])

@@ -96,7 +96,7 @@ def test_reasons():
 
 
 def test_auto_takes_the_quicker_kernels(monkeypatch):
-    """Where torch's kernels are right too. A backend that is named runs."""
+    """The Triton kernels run though torch's are right too. A backend that is named runs."""
     pytest.importorskip("triton")
     small = AskedAttentionCall(device="cuda", B=512, H=8, M=64, K=64)
     narrow = AskedAttentionCall(device="cuda", B=8, H=16, M=1024, K=32)
