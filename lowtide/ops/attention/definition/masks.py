@@ -215,7 +215,9 @@ def likeness(attn_bias: Any) -> Hashable | None:
     kind: Any = type(attn_bias)
     if attn_bias is None or kind is Tensor or kind is Parameter:
         return (kind,)
-    return (kind, attn_bias.band, attn_bias.made_for) if kind in BY_BAND | BY_SEQUENCES else None
+    if kind not in BY_BAND and kind not in BY_SEQUENCES:
+        return None
+    return kind, attn_bias.band, attn_bias.made_for
 
 
 def is_from_torch(bias: object) -> bool:
