@@ -45,11 +45,11 @@ FIRST_CUDNN = 91100
 
 # The Triton kernels are quicker than torch's own on an H200 in two cases (decision 0103). One is
 # many heads with few queries, keys and features.
-MANY, SHORT, SHORT_FEATURES = 4096, (64, 128), 64
-# The other is few features and many scores, but not short causal calls and few queries. With fewer
-# heads or scores the card is done before the host, which takes longer to launch the Triton kernels.
-NARROW, MANY_SCORES = 32, 1 << 27
-FEWEST_QUERIES, FEWEST_CAUSAL = 16, 512
+MANY_HEADS, SHORT, SHORT_FEATURES = 8192, (64, 128), 64
+# The other is few features and many scores. With fewer heads or scores the card is done before the
+# host, which takes longer to launch the Triton kernels.
+NARROW, MANY_SCORES = 32, 1 << 28
+FEWEST_QUERIES, FEWEST_CAUSAL = 32, 512
 
 
 class BackendChoice(NamedTuple):
@@ -197,10 +197,12 @@ def _slow_in_torch(call: AttentionCall) -> str | None:
     if _reason_against_triton(operands) is not None:
         return None
     heads, (M, N) = size.B * size.H, SHORT
-    if heads >= MANY and size.M <= M and size.N <= N and size.K <= SHORT_FEATURES:
+    if heads >= MANY_HEADS and FEWEST_QUERIES <= size.M <= M and size.N <= N:
         return f"its kernels are slow for many heads with at most {M} queries and {N} keys"
-    fewest = FEWEST_QUERIES if call.mask is None else FEWEST_CAUSAL
-    if size.K <= NARROW and heads * size.M * size.N >= MANY_SCORES and fewest <= size.M:
+    scores, fewest = heads * size.M * size.N, FEWEST_QUERIES
+    if call.mask is not None:  # causal: half of the scores are computed
+        scores, fewest = scores // 2, FEWEST_CAUSAL
+    if size.K <= NARROW and scores >= MANY_SCORES and fewest <= size.M:
         return f"its kernels are slow for at most {NARROW} features"
     return None
 

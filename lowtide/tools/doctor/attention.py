@@ -130,11 +130,11 @@ LINES: dict[str, tuple[dict[str, Any], ...]] = {
         *({"K": 256}, {"G": 4}, {"layout": Layout.BHMK}),
     ),
     "the same on Hopper, K at most 32 and many scores": (
-        *({"K": 32}, {"K": 8, **_CAUSAL}, {"K": 32, "G": 4, "dtype": torch.float16}),
+        *({"K": 32}, {"K": 8, "B": 2, **_CAUSAL}, {"K": 32, "G": 4, "dtype": torch.float16}),
     ),
-    "the same on Hopper, many heads, M at most 64, N 128, K 64": (
-        *({"B": 256, "M": 64, "K": 64}, {"B": 512, "M": 16, "K": 40, **_CAUSAL}),
-        {"B": 256, "M": 32, "N": 128, "G": 4, "K": 64},
+    "the same on Hopper, many heads, M 32 to 64, N at most 128, K 64": (
+        *({"B": 512, "M": 64, "K": 64}, {"B": 1024, "M": 49, "K": 40, **_CAUSAL}),
+        {"B": 512, "M": 32, "N": 128, "G": 4, "K": 64},
     ),
     "the same, K 192 and E 128 on Hopper": (
         *({"K": 192, "E": 128}, {"K": 192, "E": 128, **_CAUSAL}),

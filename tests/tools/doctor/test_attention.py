@@ -98,19 +98,21 @@ def test_reasons():
 def test_auto_takes_the_quicker_kernels(monkeypatch):
     """The Triton kernels run though torch's are right too. A backend that is named runs."""
     pytest.importorskip("triton")
-    small = AskedAttentionCall(device="cuda", B=512, H=8, M=64, K=64)
-    narrow = AskedAttentionCall(device="cuda", B=8, H=16, M=1024, K=32)
-    for call in (narrow, replace(narrow, K=8, mask=Mask.CAUSAL), replace(narrow, G=4)):
+    small = AskedAttentionCall(device="cuda", B=1024, H=8, M=64, K=64)
+    narrow = AskedAttentionCall(device="cuda", B=16, H=16, M=1024, K=32)
+    causal = replace(narrow, B=32, mask=Mask.CAUSAL)
+    for call in (narrow, replace(narrow, K=8), replace(narrow, G=4), causal):
         assert "slow for at most 32 features" in call.choice().reason
-    for call in (small, replace(small, M=1, N=128), replace(small, K=40, G=4, mask=Mask.CAUSAL)):
+    for call in (small, replace(small, M=32, N=128), replace(small, K=40, G=4, mask=Mask.CAUSAL)):
         assert "slow for many heads" in call.choice().reason
-    others = [{"M": 65, "N": 64}, {"N": 129}, {"K": 72}, {"B": 511}]
+    others = [{"M": 65, "N": 64}, {"M": 31, "N": 64}, {"N": 129}, {"K": 72}, {"B": 1023}]
     for call in (
         *(replace(small, **each) for each in others),
         replace(narrow, K=40),
         replace(narrow, N=1023),
-        replace(narrow, M=8, N=1 << 17),
-        replace(narrow, B=128, M=256, mask=Mask.CAUSAL),
+        replace(narrow, M=16, N=1 << 17),
+        replace(causal, B=31),
+        replace(causal, B=512, M=256),
     ):
         assert call.choice().backend == "sdpa"
     for call in (small, narrow):
