@@ -101,4 +101,4 @@ def _reduced(loss_N: Tensor, heads: Heads, options: DistillationOptions) -> Tens
         return loss_N.mean()
     # With every row ignored the loss is NaN and the gradients are zero, as in torch.
     kept = (~heads.ignored).sum()
-    return loss_N.sum() / kept.clamp(min=1) + torch.where(kept == 0, torch.nan, 0.0)
+    return (loss_N.sum() / kept.clamp(min=1)).masked_fill(kept == 0, torch.nan)

@@ -181,7 +181,7 @@ def reduce(loss_N: Tensor, labels: Labels, options: Options) -> Tensor:
     # If every row is ignored, the loss is NaN and the gradients are zero, as in torch.
     nothing_1 = ignored_N.all(0, keepdim=True)
     mean_1 = total_1 / kept_1.masked_fill(nothing_1, 1)
-    return (mean_1 + torch.where(nothing_1, torch.nan, 0.0)).squeeze(0)
+    return mean_1.masked_fill(nothing_1, torch.nan).squeeze(0)
 
 
 def target_classes(target_N: Tensor, V: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
