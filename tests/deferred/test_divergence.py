@@ -196,6 +196,25 @@ def test_divergence_has_the_wider_dtype(dtypes, teacher_is):
 
 
 @pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("teacher_is", ["deferred", "real"])
+def test_divergence_in_half_precision_is_float32(autocast, teacher_is):
+    """Gradients have the factor that the loss is multiplied by, which bfloat16 would round."""
+    student, teacher, tokens = heads(torch.float32 if autocast else torch.bfloat16)
+    use = lambda s, t: F.kl_div(s.log_softmax(-1), t.softmax(-1), reduction="sum")  # noqa: E731
+    teacher.train(teacher_is == "deferred")
+    factor = 1 + 2.0**-9  # halfway between two numbers of bfloat16
+    with lowtide.defer_logits(student), lowtide.defer_logits(teacher):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = use(student(tokens)[0], teacher(tokens)[0].detach())
+        upstream = []
+        loss.register_hook(upstream.append)
+        (loss * factor).backward()
+    assert loss.dtype == torch.float32
+    assert upstream[0].item() == factor
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.deferred.RealLogitsWarning")
 @pytest.mark.parametrize("divided", ["is_sharded", "data_mesh"])
 def test_divided_head_has_real_logits(monkeypatch, divided):
     """No operator takes class probabilities of a head that is divided over ranks."""

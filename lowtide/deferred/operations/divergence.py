@@ -61,7 +61,9 @@ def kl_div(
             total = _of_probabilities(input, logits, target, log_target)
     if total is NotImplemented:
         return total
-    return (total / divisors[reduction]).to(torch.promote_types(input.dtype, target.dtype))
+    # Like other losses it is float32 for half precision, also where autocast makes torch's so.
+    wider = torch.promote_types(input.dtype, target.dtype)
+    return (total / divisors[reduction]).to(torch.promote_types(wider, torch.float32))
 
 
 def _of_heads(input: DeferredLogits, logits: Node, target: Any, log_target: bool) -> Tensor | None:
