@@ -9,7 +9,8 @@ is smaller if any other float16 gradient would exceed 2^14. The other gradients 
 within loss_fn, of token tensors, and of learned tensors. A gradient within loss_fn is far larger
 than that of head's output if loss_fn multiplies the logits by a small factor. A gradient of a
 learned tensor is a sum over the chunk's rows. One backward pass that starts from 1 measures all
-gradients. They are divided by the power once the upstream gradient is known.
+gradients; where it rounds float32 gradients to float16, it measures them before. They are divided
+by the power once the upstream gradient is known.
 
 Shapes: C rows of a chunk, D features, V classes.
 """
@@ -28,6 +29,7 @@ from lowtide.core.pending_gradient import PendingGradient
 EXPONENT = 3  # of the largest gradient of head's output
 HIGHEST = 14  # of any float16 gradient; below 2^16, because measured gradients are rounded
 BEYOND = 2.0**20  # the assumed size of a gradient that float16 cannot hold
+WIDE = (torch.float32, torch.float64)
 
 
 class Sum:
@@ -87,16 +89,24 @@ def backward_scale(
     """Return the power of two that backward starts from, for the chunk whose loss is `value`.
 
     `outputs` are the tensors that head returned, `rest` other tensors whose gradients must be in
-    range. If all gradients of the outputs are zero, or underflow to zero, start from the previous
-    chunk's power.
+    range. If all gradients of the outputs underflow to zero, those that casts rounded to float16
+    say how large they are. If these are zero too, start from the previous chunk's power.
     """
     sizes: list[Tensor] = []
+    before_casts: list[Tensor] = []
 
     def note(gradients: Sequence[Tensor | None]) -> None:
         narrow = [each for each in gradients if each is not None and each.dtype == torch.float16]
         sizes.extend(_largest(each).to(value.device) for each in narrow)  # a 0-d one may be on the CPU
 
-    hooks = [node.register_prehook(note) for node in graph_nodes(value.grad_fn) if not is_leaf(node)]
+    def note_cast(after: Sequence[Tensor | None], before: Sequence[Tensor | None]) -> None:
+        if any(each is not None and each.dtype == torch.float16 for each in after):
+            wide = [each for each in before if each is not None and each.dtype in WIDE]
+            before_casts.extend(_largest(each).to(value.device) for each in wide)
+
+    nodes = [node for node in graph_nodes(value.grad_fn) if not is_leaf(node)]
+    hooks = [node.register_prehook(note) for node in nodes]
+    hooks += [node.register_hook(note_cast) for node in nodes]
     try:
         ends = [*outputs, *rest]
         found = torch.autograd.grad(value, ends, retain_graph=retain_graph, allow_unused=True)
@@ -109,6 +119,8 @@ def backward_scale(
     of_outputs = [_largest(each) for each in found[: len(outputs)] if each is not None]
     if of_outputs:
         largest = torch.stack(of_outputs).amax()
+        if before_casts:
+            largest = torch.where(largest > 0, largest, torch.stack(before_casts).amax().nan_to_num(0))
         scale = torch.where(largest > 0, _power(largest, EXPONENT, limit), previous)
     if sizes:
         # NaN comes from infinity times zero, so it is out of range too.

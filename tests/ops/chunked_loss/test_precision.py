@@ -76,10 +76,11 @@ def test_half_precision_loss_summed_in_float32(device):
     assert chunked_loss(rounded, head, hidden, labels, chunk_size=2).dtype == torch.float32
 
 
+@pytest.mark.parametrize("factor", [1e-6, 1e-10])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_float16_gradients_no_underflow(device, mode, autocast):
-    """A loss divided by many tokens and scaled by the scaler: at scale 1 most of it would be 0."""
+def test_float16_gradients_no_underflow(device, mode, autocast, factor):
+    """A loss divided by many tokens and scaled by the scaler: at scale 1 most or all would be 0."""
     dtype = torch.float32 if autocast else torch.float16
     head, hidden, labels = make("linear", device=device, dtype=dtype, ignored=0)
     labels.view(-1)[:5] = -100  # the first chunk says nothing about the size of the others'
@@ -88,11 +89,11 @@ def test_float16_gradients_no_underflow(device, mode, autocast):
         head.weight *= 0.1
 
     def loss_fn(logits, labels):
-        return cross_entropy(logits, labels) * 1e-6
+        return cross_entropy(logits, labels) * factor
 
     own, h = cast(head, hidden)
     truth = torch.autograd.grad(dense(loss_fn, own, h, labels), leaves(own, h))
-    scale = 2.0**24
+    scale = 16 / factor
     results = []
     for loss_of in (chunked_loss, dense):
         with torch.autocast(device, torch.float16, enabled=autocast):
