@@ -9,7 +9,7 @@ on the sequences of a mask, which reach the kernels as tensors.
 Shapes: B batches; H heads; M queries; E features of values.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,16 +31,6 @@ Results = tuple[Tensor, Tensor | None]
 """The result, and the logsumexp or None if it is not asked for."""
 
 
-class RememberedAttention(Protocol):
-    """Run calls that are like an earlier one."""
-
-    def run(self, mask: AttentionBias | None, *tensors: Any) -> Results | None:
-        """Return the results in the caller's layout, or None for a call that must be checked.
-
-        `tensors` are query, key, value and bias, and `mask` is the call's.
-        """
-
-
 class HandedOn(NamedTuple):
     """Run like calls by torch's own kernels."""
 
@@ -60,21 +50,9 @@ class HandedOn(NamedTuple):
         return self.handed.run(*turned).transpose(1, 2), None
 
 
-class Launched(NamedTuple):
-    """Run like calls by the Triton kernels, as an earlier one was recorded."""
-
-    call: "RecordedCall"
-    device: str
-
-    def run(self, mask: AttentionBias | None, *tensors: Any) -> Results | None:
-        if torch.is_autocast_enabled(self.device) or in_transform(*tensors):
-            return None
-        # A checkpoint computes a call twice, and the same tensors must be saved each time. A
-        # recorded call saves other tensors than the operators, which may have run the first time.
-        if torch_private.top_saved_tensors_hooks(True) is not None:
-            return None
-        return self.call.run(mask, *tensors)
-
+RememberedAttention: TypeAlias = "HandedOn | RecordedCall"
+"""Runs like calls: `run` returns the results in the caller's layout, or None for a call that must
+be checked."""
 
 # The most calls to remember. At this number all are forgotten. It is reached if sizes change from
 # call to call.
@@ -143,7 +121,7 @@ def remember(known: Signature, tensors: Tensors, call: AttentionCall, backend: s
     _calls[known] = entry
 
 
-def _entry(tensors: Tensors, call: AttentionCall, backend: str) -> RememberedAttention | None:
+def _entry(tensors: Tensors, call: AttentionCall, backend: str) -> "RememberedAttention | None":
     operands, device = call.operands, call.operands.device.type
     if backend == "sdpa" and _are_usual(device, *tensors[:3]):
         handed = SdpaCall(operands, call.mask is not None, call.options)
@@ -152,7 +130,7 @@ def _entry(tensors: Tensors, call: AttentionCall, backend: str) -> RememberedAtt
     if backend == "triton" and not call.options.dropout and known:
         from lowtide.ops.attention.operator.recorded_call import RecordedCall  # imports Triton
 
-        return Launched(RecordedCall(call), device)
+        return RecordedCall(call)
     return None
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide.core.autodiff import is_differentiated, scatter_gradients
+from lowtide.core import torch_private
+from lowtide.core.autodiff import in_transform, is_differentiated, scatter_gradients
 from lowtide.core.operator import seen_by_nobody
 from lowtide.core.recording.recorded import RecordedFunction
 from lowtide.core.strides import layouts_of
@@ -36,14 +37,19 @@ class RecordedCall:
         operands, options = call.operands, call.options._replace(backend="triton")
         self.options, self.needs_grad = with_gradients(operands, options)
         self.with_logsumexp, self.dtype = call.with_logsumexp, operands.query.dtype
+        self.device = operands.device.type
         self.window: Band | None = call.window
         self.M, self.N = operands.query.shape[2], operands.key.shape[2]
         self.forward = RecordedFunction(self._forward, in_layers=True)
         self.backward = RecordedFunction(self._backward, in_layers=True)
 
     def run(self, mask: AttentionBias | None, *given: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
-        """Return the result and the logsumexp, or None if torch's dispatcher must see the call."""
-        if not seen_by_nobody(given):
+        """Return the result and the logsumexp, or None for a call that the operators must run."""
+        if torch.is_autocast_enabled(self.device) or in_transform(*given) or not seen_by_nobody(given):
+            return None
+        # A checkpoint computes a call twice, and the same tensors must be saved each time. A
+        # recorded call saves other tensors than the operators, which may have run the first time.
+        if torch_private.top_saved_tensors_hooks(True) is not None:
             return None
         if any(self.needs_grad):
             found = attention.apply(self, mask, *given)
