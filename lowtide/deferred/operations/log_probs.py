@@ -139,13 +139,13 @@ def one_pass(call: HeadCall, node: Node, head: LinearHead, target: Tensor | None
     package.
     """
     # The two runs of a checkpoint have to save the same tensors.
-    if torch.compiler.is_compiling() or in_transform(head.inputs[0]) or call.in_other_checkpoint:
-        return _log_probs(head, _any_class(head) if target is None else target, call.workspace)
-    last, grad = call.last_pass, torch.is_grad_enabled()
+    alone = torch.compiler.is_compiling() or in_transform(head.inputs[0]) or call.in_other_checkpoint
+    last, grad = None if alone else call.last_pass, torch.is_grad_enabled()
     if target is None and last is not None and last.serves(node, head, grad):
         return last.results
     results = _log_probs(head, _any_class(head) if target is None else target, call.workspace)
-    call.last_pass = HeadPass(node, head, grad, results)
+    if not alone:
+        call.last_pass = HeadPass(node, head, grad, results)
     return results
 
 
@@ -158,8 +158,13 @@ def smoothed_loss(call: HeadCall, head: LinearHead) -> Tensor:
     options = head.options | {"ignore_index": NO_CLASS, "workspace": call.workspace}
     options |= {"reduction": "none", "label_smoothing": 1.0}
     target = _any_class(head)
+    return cross_entropy(head, target, options)
+
+
+def cross_entropy(head: LinearHead, target: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return the loss of a head by the operator."""
     with expression.autocast(target.device, head.autocast):
-        if len(head.weights) == 1:
+        if len(head.weights) == 1:  # The public function remembers such calls.
             return linear_cross_entropy(head.inputs[0], head.weights[0], target, **options)
         return dispatch.cross_entropy(head.inputs, head.weights, target, **options)
 
@@ -167,6 +172,6 @@ def smoothed_loss(call: HeadCall, head: LinearHead) -> Tensor:
 def _log_probs(head: LinearHead, target: Tensor, workspace: int | None) -> dispatch.LogProbs:
     options = head.options | {"ignore_index": NO_CLASS, "workspace": workspace}
     with expression.autocast(target.device, head.autocast):
-        if len(head.weights) == 1:  # The public function remembers such calls.
+        if len(head.weights) == 1:
             return linear_log_probs(head.inputs[0], head.weights[0], target, **options)
         return dispatch.log_probs(head.inputs, head.weights, target, **options)

@@ -4,7 +4,6 @@ Shapes: [...] are the rows, V classes; C rows of a chunk.
 """
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from lowtide.core.autodiff import in_shape
 from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError
 from lowtide.core.rowwise.variables import Tensors
+from lowtide.deferred.operations.log_probs import cross_entropy
 from lowtide.deferred.proxies.counts import FUSED_LOSS
 from lowtide.deferred.proxies.handlers import handles
 from lowtide.deferred.proxies.head_call import running_checkpoint
@@ -22,7 +22,6 @@ from lowtide.deferred.proxies.logits import DeferredLogits
 from lowtide.deferred.recorded import chunks, expression
 from lowtide.deferred.recorded.expression import Apply, Linear, Node
 from lowtide.deferred.recorded.match_head import LinearHead, match_head
-from lowtide.ops.linear_cross_entropy import dispatch, linear_cross_entropy
 from lowtide.ops.linear_cross_entropy.data_sharded import mean_of_losses
 from lowtide.ops.linear_cross_entropy.definition import reference
 from lowtide.ops.linear_cross_entropy.definition.head import Labels, Options, normalized
@@ -133,10 +132,9 @@ def loss_of(
     options = options | head.options | {"workspace": workspace}
     if target.is_floating_point():
         options["ignore_index"] = None
-    with expression.autocast(target.device, head.autocast):
-        if is_dtensor(head.weights[0]):
-            return linear_cross_entropy(head.inputs[0], head.weights[0], target, **options)
-        return _undivided(input, head, target, options)
+    if is_dtensor(head.weights[0]):
+        return cross_entropy(head, target, options)
+    return _undivided(input, head, target, options)
 
 
 def _undivided(input: DeferredLogits, head: LinearHead, target: Tensor, options: dict[str, Any]) -> Tensor:
@@ -148,19 +146,15 @@ def _undivided(input: DeferredLogits, head: LinearHead, target: Tensor, options:
     row and takes one more product.
     """
     counts, reduction = input.head_call.counts, options["reduction"]
-    if len(head.weights) == 1:  # The public function remembers such calls.
-        call = functools.partial(linear_cross_entropy, head.inputs[0], head.weights[0], target)
-    else:
-        call = functools.partial(dispatch.cross_entropy, head.inputs, head.weights, target)
     features = sum(each.shape[-1] for each in head.weights if each.requires_grad)
     # The two runs of a checkpoint have to choose alike.
     chooses = not torch.compiler.is_compiling() and running_checkpoint() is None
     if reduction == "none" or features == 0 or not chooses or not torch.is_grad_enabled():
-        return call(**options)
+        return cross_entropy(head, target, options)
     if counts.holds_gradient and input.rows.numel() < features:
-        loss = call(**options | {"reduction": "none"})
+        loss = cross_entropy(head, target, options | {"reduction": "none"})
         return _reduced(loss, target, options["weight"], options["ignore_index"], reduction)
-    loss = call(**options)
+    loss = cross_entropy(head, target, options)
     counts.hold(loss)
     return loss
 
