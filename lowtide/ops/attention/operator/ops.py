@@ -20,7 +20,7 @@ from torch.library import register_fake
 
 from lowtide.core.flop_formula import register_flop_formula
 from lowtide.core.matmul import on_device_of
-from lowtide.core.operator import operator
+from lowtide.core.operator import operator, schema_of
 from lowtide.ops.attention.definition.operands import (
     AttentionOptions,
     Operands,
@@ -32,10 +32,7 @@ from lowtide.ops.attention.sdpa import kernels
 from lowtide.ops.attention.torch_backend.backward import BlockwiseBackward
 from lowtide.ops.attention.torch_backend.forward import Blockwise
 
-OPERANDS = "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? first, Tensor? end, Tensor? seed"
-OPTIONS = (
-    "float scale, float softcap, float dropout, bool rows_first, str backend, bool causal, bool keep_low"
-)
+OPERANDS, OPTIONS = schema_of(Operands), schema_of(AttentionOptions)
 
 
 @operator("attention", f"({OPERANDS}, bool keep_statistics, {OPTIONS}) -> Tensor[]")
