@@ -24,6 +24,7 @@ from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     RowStats,
     SoftmaxStats,
     TileColumns,
+    excluded_logsumexp,
 )
 from lowtide.ops.linear_cross_entropy.engines.gemm.counted_rows import ALL, CountedChunk
 from lowtide.ops.linear_cross_entropy.engines.gradients import (
@@ -133,6 +134,13 @@ class LossEngine(Engine):
         if self.transform.bias_V is not None:
             u_C += self.transform.bias_V[target_C]
         return self.transform.apply(u_C, in_place=False, sloped=True)
+
+    def take_smooth_nll(self, stat: ExcludedTargetStats, logit_C: Tensor, raw_smooth_C: Tensor) -> None:
+        """Write sum_v w_v (lse - z_v) of each row, from sum_v w_v u_v and the target's logit."""
+        scale = self.transform.scale
+        smooth_logit_C = raw_smooth_C if scale is None else raw_smooth_C * scale
+        lse_C = excluded_logsumexp(stat, logit_C)
+        torch.sub(lse_C * self.rows.total_weight(), smooth_logit_C, out=stat.smooth_nll_N)
 
 
 def make_rows(plan: "Plan", head: Head, labels: Labels) -> RowLoss:

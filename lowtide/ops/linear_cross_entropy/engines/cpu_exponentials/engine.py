@@ -20,7 +20,6 @@ from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     ExcludedTargetStats,
     RowCoefs,
     excluded_coefs,
-    excluded_logsumexp,
 )
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
@@ -68,7 +67,11 @@ class CpuExponentialsEngine(LossEngine):
             if slope_C is not None:
                 h_C *= slope_C
             if total_weight_D is not None and take_stats:
-                self._take_smooth_nll(x_CD, logit_C, total_weight_D, total_bias, stat)
+                raw_smooth_C = scaled(x_CD, total_weight_D).sum(1)
+                if total_bias is not None:
+                    raw_smooth_C += total_bias
+                self.take_smooth_nll(stat, logit_C, raw_smooth_C)
+                del raw_smooth_C
             row_scale_M[rows], target_weight_coef_M[rows] = c_C, h_C
             if e_CV is None:
                 continue
@@ -139,24 +142,6 @@ class CpuExponentialsEngine(LossEngine):
         if bias_V is None:
             return total_weight_D, None
         return total_weight_D, bias_V.sum() if weight_V is None else weight_V.dot(bias_V)
-
-    def _take_smooth_nll(
-        self,
-        x_CD: Tensor,
-        logit_C: Tensor,
-        total_weight_D: Tensor,
-        total_bias: Tensor | None,
-        stat: ExcludedTargetStats,
-    ) -> None:
-        """Write sum_v w_v (lse - z_v) of each row, without a logit but the target's."""
-        scale = self.transform.scale
-        smooth_logit_C = scaled(x_CD, total_weight_D).sum(1)
-        if total_bias is not None:
-            smooth_logit_C += total_bias
-        if scale is not None:
-            smooth_logit_C *= scale
-        lse_C = excluded_logsumexp(stat, logit_C)
-        torch.sub(lse_C * self.rows.total_weight(), smooth_logit_C, out=stat.smooth_nll_N)
 
     # Steps of the walks.
 

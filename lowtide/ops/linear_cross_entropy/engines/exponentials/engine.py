@@ -53,7 +53,6 @@ from lowtide.ops.linear_cross_entropy.engines.exponentials.target_order import s
 from lowtide.ops.linear_cross_entropy.engines.formulas.row_math import (
     ExcludedTargetStats,
     RowCoefs,
-    excluded_logsumexp,
 )
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import row_kernels, target_rows
@@ -119,10 +118,7 @@ class ExponentialsEngine(ExponentialsStatistics):
             del sums_TC  # free them before the products are made
             raw_smooth_C = self._raw_smooth(linear, chunks) if smoothing else None
             if take_stats and raw_smooth_C is not None:
-                scale = self.transform.scale
-                smooth_logit_C = raw_smooth_C if scale is None else raw_smooth_C * scale
-                lse_C = excluded_logsumexp(stat, logit_C)
-                torch.sub(lse_C * self.rows.total_weight(), smooth_logit_C, out=stat.smooth_nll_N)
+                self.take_smooth_nll(stat, logit_C, raw_smooth_C)
             if not needs_grad and not class_blocks:
                 # Copies may be among them; free them before the next ones are made.
                 del chunks, tiles
