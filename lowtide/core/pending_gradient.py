@@ -246,13 +246,18 @@ def _largest(tensor: Tensor, ignored: Tensor | None = None) -> Tensor:
 class Scaling(NamedTuple):
     """Hold what out = factor * second * tensor is computed from; a second factor of None is 1.
 
-    Both tensors are dense and lie alike. out may be the tensor itself.
+    The tensor is dense. out may be the tensor itself.
     """
 
     out: Tensor
     tensor: Tensor
     factor: Tensor
     second: Tensor | None = None
+
+    @property
+    def lie_alike(self) -> bool:
+        """Return True if both tensors have the same strides, as Triton's kernel requires."""
+        return self.out is self.tensor or self.out.stride() == self.tensor.stride()
 
 
 def scale_into(out: Tensor, tensor: Tensor, factor: Tensor, backend: str, *, spent: bool = False) -> None:
@@ -291,7 +296,7 @@ def _scaling(
 
 def _scale_all(scalings: Sequence[Scaling], backend: str, *, spent: bool) -> None:
     """Compute each in its factor's dtype, rounded once to that of its out."""
-    if backend == "triton" and all(each.tensor.is_cuda for each in scalings):
+    if backend == "triton" and all(each.tensor.is_cuda and each.lie_alike for each in scalings):
         # torch's kernel for mixed dtypes handles one element at a time and takes three times as
         # long.
         from lowtide.core.kernels.triton_helpers import launch_scalings

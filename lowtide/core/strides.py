@@ -51,6 +51,11 @@ def lies_by_rows(matrix: Tensor) -> bool:
     return inner == 1 and outer >= matrix.shape[1]
 
 
+def lies_by_columns(matrix: Tensor) -> bool:
+    """Return True if a matrix is the transpose of a contiguous one, but not contiguous."""
+    return not matrix.is_contiguous() and matrix.t().is_contiguous()
+
+
 def multiplies(matrix: Tensor) -> bool:
     """Return True if a GEMM reads the matrix without a copy, by rows or by columns."""
     return lies_by_rows(matrix) or lies_by_rows(matrix.t())
@@ -79,28 +84,32 @@ def layouts_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     )
 
 
-def needs_aligned_copy(operand: Tensor, dtype: torch.dtype) -> bool:
+def needs_aligned_copy(operand: Tensor, dtype: torch.dtype, *, of_input: bool = False) -> bool:
     """Return True if GEMMs on CUDA read an operand slowly in this dtype.
 
     In half precision they read it fast if its features are whole vectors of 16 bytes, and each row
     (each column, if it lies by columns) begins at a multiple of one. A graph guards neither strides
     nor where a tensor begins, so while one is traced only the features count. An operand of another
     dtype is cast, by rows.
+
+    An input by columns counts as slow, since tensor maps read it only by rows.
     """
     if dtype.itemsize != 2 or operand.shape[-1] % VECTOR:
         return dtype.itemsize == 2
     if operand.dtype != dtype or torch.compiler.is_compiling():
         return False
+    if of_input and operand.stride(-1) != 1:
+        return True
     begins = [stride for size, stride in zip(operand.shape, operand.stride()) if size > 1 and stride != 1]
     return any(each % VECTOR for each in (*begins, place(operand)))
 
 
-def aligned(operand: Tensor, dtype: torch.dtype) -> Tensor:
+def aligned(operand: Tensor, dtype: torch.dtype, *, of_input: bool = False) -> Tensor:
     """Return the operand, or a copy by rows of one that GEMMs on CUDA read slowly.
 
     Zeros follow features that are no multiple of 8. Autograd follows the copy.
     """
-    if not needs_aligned_copy(operand, dtype):
+    if not needs_aligned_copy(operand, dtype, of_input=of_input):
         return operand
     if operand.shape[-1] % VECTOR:
         return F.pad(operand, (0, -operand.shape[-1] % VECTOR))

@@ -26,6 +26,7 @@ from lowtide.core.pending_gradient import (
     split_factor,
 )
 from lowtide.ops.linear_cross_entropy.definition.head import Head, Options
+from lowtide.ops.linear_cross_entropy.planning.operands import follows_columns
 
 if TYPE_CHECKING:
     from lowtide.ops.linear_cross_entropy.planning.plan import Plan
@@ -105,6 +106,7 @@ def allocate(
             else:
                 headroom = fp16_headroom_of_weight(input)
         given: dict[str, Any] = {"headroom": headroom, "in_operand": single_product}
+        given["by_columns"] = follows_columns(weight, plan.options)
         return of(weight, weight.shape, summed=summed, by_row=by_row and not class_blocks, **given)
 
     accumulate, class_blocks, single_product = (
@@ -135,6 +137,7 @@ def allocate_one(
     by_row: bool = False,
     headroom: int | Tensor | None = FP16_EXPONENT,
     in_operand: bool = False,
+    by_columns: bool = False,
 ) -> PendingGradient:
     """Allocate the gradient of `like`, and split its factor into what is applied and what remains.
 
@@ -143,10 +146,12 @@ def allocate_one(
     applies the shared factor with it. `headroom` is None for the float16 gradient of an input in
     one chunk: its factor is split by the chunk's float32 rows. `in_operand`: what is applied
     multiplies an operand of a single GEMM, so of a float16 factor it is a power of two.
+    `by_columns`: the gradient's columns are contiguous.
     """
     kept = sum_dtype if summed else like.dtype
     make = torch.zeros if zero else torch.empty
-    tensor = make(shape, dtype=kept, device=like.device)
+    tensor = make(shape[::-1] if by_columns else shape, dtype=kept, device=like.device)
+    tensor = tensor.t() if by_columns else tensor
     if _waits(like.dtype, kept, sum_dtype, by_row=by_row):
         return PendingGradient(tensor, None, factor)
     if headroom is None:
@@ -163,10 +168,17 @@ def _waits(dtype: torch.dtype, kept: torch.dtype, sum_dtype: torch.dtype, *, by_
 
 
 def unwritten(
-    like: Tensor, shape: Sequence[int], *, sum_dtype: torch.dtype, summed: bool, by_row: bool = False
+    like: Tensor,
+    shape: Sequence[int],
+    *,
+    sum_dtype: torch.dtype,
+    summed: bool,
+    by_row: bool = False,
+    by_columns: bool = False,
 ) -> list[Tensor]:
     """Return an operator's outputs for what `allocate_one` allocates, without their numbers."""
-    tensor = like.new_empty(shape, dtype=sum_dtype if summed else like.dtype)
+    tensor = like.new_empty(shape[::-1] if by_columns else shape, dtype=sum_dtype if summed else like.dtype)
+    tensor = tensor.t() if by_columns else tensor
     remains = like.dtype == torch.float16 or _waits(like.dtype, tensor.dtype, sum_dtype, by_row=by_row)
     return [tensor, like.new_empty((), dtype=sum_dtype) if remains else tensor.new_empty(0)]
 
@@ -186,8 +198,10 @@ def fp16_exponents(plan: "Plan", head: Head) -> tuple[int, int]:
 def as_sums(gradient_VD: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the memory of a half-precision gradient as numbers of the sum's dtype.
 
-    The result is a matrix, or a vector if D is odd.
+    The result is a matrix, or a vector if rows have an odd number. The gradient may lie by columns.
     """
+    if not gradient_VD.is_contiguous():
+        gradient_VD = gradient_VD.t()
     if gradient_VD.shape[1] % 2 == 0:
         return gradient_VD.view(dtype)
     return gradient_VD.view(-1)[: gradient_VD.numel() // 2 * 2].view(dtype)

@@ -26,6 +26,7 @@ from lowtide.ops.linear_cross_entropy.operator.planner import peak_bytes, weight
 from lowtide.ops.linear_cross_entropy.operator.positions import PositionGradients, widened
 from lowtide.ops.linear_cross_entropy.planning.call import Call
 from lowtide.ops.linear_cross_entropy.planning.call_memory import position_bytes
+from lowtide.ops.linear_cross_entropy.planning.operands import follows_columns
 
 
 def _vector(head: Head, options: Options) -> Tensor:
@@ -57,7 +58,9 @@ def _(*arguments: Any) -> list[Tensor]:
         summed = keeps_input_sum(like, options) if of_input else place != terms or way == "accumulate"
         by_row = options.engine == "exponentials" and of_term and (of_input or way != "class_blocks")
         shape = (head.tokens, like.shape[-1]) if of_input else like.shape
-        outputs += unwritten(like, shape, sum_dtype=sum_dtype, summed=summed, by_row=by_row)
+        by_columns = terms <= place < 2 * terms and follows_columns(like, options)
+        kept: dict[str, Any] = {"summed": summed, "by_row": by_row, "by_columns": by_columns}
+        outputs += unwritten(like, shape, sum_dtype=sum_dtype, **kept)
     return outputs
 
 
@@ -83,7 +86,16 @@ def _call_of(operator: str, arguments: Sequence[Any]) -> Call:
 
 
 def _fake_gradients(operator: str, *arguments: Any) -> list[Tensor]:
-    return [like.new_empty(like.shape) for like in _call_of(operator, arguments).trained]
+    call = _call_of(operator, arguments)
+
+    def gradient(place: int, like: Tensor) -> Tensor:
+        of_weight = len(call.head.inputs) <= place < 2 * len(call.head.inputs)
+        if of_weight and follows_columns(like, call.options):
+            return like.new_empty(like.shape[::-1]).t()
+        return like.new_empty(like.shape)
+
+    wanted = enumerate(zip(call.head.tensors, call.needs_grad.all))
+    return [gradient(place, like) for place, (like, grad) in wanted if grad and like is not None]
 
 
 def _flops(operator: str, *arguments: Any, **_out: Any) -> int:

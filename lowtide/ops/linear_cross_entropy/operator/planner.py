@@ -93,7 +93,8 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
     That engine must form dW by a single GEMM, too (logits/one_product.py), which it never does for
     a divided head. Its ranks choose by what all of them know, and have tokens and classes of their
     own. With few classes per token its dW is less exact, because it rounds the gradient of a
-    target's logit, about -1, to bfloat16. So there it runs only in place of class blocks.
+    target's logit, about -1, to bfloat16. So there it runs only in place of class blocks. The same
+    holds where a bias needs a gradient, or logits/one_product.py does not compute the call.
     """
     head, options = call.head, call.options
     if options.sharded or head.by_position or not may_depend_on_tokens(head.tokens) or not head.tokens:
@@ -111,19 +112,20 @@ def _slower_than_logits(call: Call, chosen: Choice) -> str | None:
 def _few_tokens_seconds(call: Call) -> float | None:
     """Return the predicted seconds of a call; None if the engine's way is not to be compared.
 
-    The engine of logits must form dW by a single GEMM. With few classes per token, exponentials
-    must form it by class blocks.
+    The engine of logits must form dW by a single GEMM. Where it is not to run in place of another
+    way, exponentials must form dW by class blocks.
     """
     engine = call.options.engine
-    _, workspace, counts = _memory(call)
+    access, workspace, counts = _memory(call)
     if workspace < counts.smallest_workspace:
         return None
     counts = replace(counts, may_skip=False)
     tiling = sizes.choose_sizes(workspace, counts)
     way, many = tiling.weight_gradient, counts.N * CLASSES_PER_TOKEN > counts.V
+    instead = many or call.needs_grad.bias or not logits.has_one_product(call, access)
     if engine == "logits_triton" and way != "single_product":
         return None
-    if engine == "exponentials" and many and way != "class_blocks":
+    if engine == "exponentials" and instead and way != "class_blocks":
         return None
     chunks = logits.chunks_in_gradient(counts.N, counts.D, counts.V, counts.device)
     return few_tokens_seconds(engine, counts, tiling, chunks)
@@ -176,8 +178,14 @@ def make_plan(call: Call) -> Plan:
     """Return the plan of a call whose engine is chosen."""
     access, workspace, counts = _memory(call)
     tiling = sizes.choose_sizes(workspace, counts)
+    single = call.options.engine == "logits_triton" and tiling.weight_gradient == "single_product"
     return Plan(
-        options=call.options, call_kind=call.call_kind, workspace=workspace, access=access, **vars(tiling)
+        options=call.options,
+        call_kind=call.call_kind,
+        workspace=workspace,
+        access=access,
+        one_product_of_logits=single and logits.has_one_product(call, access),
+        **vars(tiling),
     )
 
 

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from lowtide.core import torch_private
 from lowtide.core.operator import seen_by_nobody
+from lowtide.core.strides import aligned
 from lowtide.ops.linear_cross_entropy.definition.head import Arguments, Options, Tensors
 from lowtide.ops.linear_cross_entropy.operator.autograd import call_now
 from lowtide.ops.linear_cross_entropy.operator.planner import make_plan, unreadable_operands, with_copies
@@ -28,8 +29,30 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 Signature = tuple[Hashable, ...]
 
 
+class AlignedCall:
+    """Hold the options of a call some of whose operands GEMMs read slowly.
+
+    The call runs as that of their copies does, which is remembered by itself.
+    """
+
+    def __init__(self, options: dict[str, Any], *, log_probs: bool) -> None:
+        self.options, self.log_probs = options, log_probs
+
+    def is_current(self) -> bool:
+        return True
+
+    def run(self, tensors: Tensors) -> Sequence[Tensor] | None:
+        """Return the results; None if the call of the copies goes by the operators."""
+        dtype = Options.of(tensors.input, Arguments(**self.options)).compute_dtype
+        input = aligned(tensors.input, dtype, of_input=True)
+        copied = tensors._replace(input=input, linear_weight=aligned(tensors.linear_weight, dtype))
+        known = signature(copied, self.log_probs, *self.options.values())
+        remember(known, copied, log_probs=self.log_probs, **self.options)
+        return run(known, copied)
+
+
 # None for a call that goes by the operators.
-_calls: "dict[Hashable, RememberedCall | None]" = memory()
+_calls: "dict[Hashable, RememberedCall | AlignedCall | None]" = memory()
 
 
 def signature(tensors: Tensors, *options: Any) -> Signature | None:
@@ -54,13 +77,14 @@ def signature(tensors: Tensors, *options: Any) -> Signature | None:
     # In a checkpoint, a call that is computed again must save the same tensors.
     if torch_private.top_saved_tensors_hooks(True) is not None:
         return None
-    if torch.is_autocast_enabled(input.device.type):
-        return None
+    begins, cast = None, None
     if (input.data_ptr() | linear_weight.data_ptr()) % ALIGNMENT:
-        return None
+        begins = input.data_ptr() % ALIGNMENT, linear_weight.data_ptr() % ALIGNMENT
+    if torch.is_autocast_enabled(input.device.type):
+        cast = torch.get_autocast_dtype(input.device.type)
     present = tuple([each is not None for each in others])
     layouts = [(each.shape, each.stride(), each.dtype, each.device, each.requires_grad) for each in given]
-    return (options, kinds, torch.is_grad_enabled(), present, *layouts)
+    return (options, kinds, torch.is_grad_enabled(), begins, cast, present, *layouts)
 
 
 def _is_strided(operand: Any) -> bool:
@@ -110,15 +134,19 @@ def remember(known: Signature | None, tensors: Tensors, *, log_probs: bool = Fal
         keep(_calls, known, _entry(tensors, options, log_probs=log_probs))
 
 
-def _entry(tensors: Tensors, given: dict[str, Any], *, log_probs: bool) -> "RememberedCall | None":
+def _entry(
+    tensors: Tensors, given: dict[str, Any], *, log_probs: bool
+) -> "RememberedCall | AlignedCall | None":
     head, target, device = tensors.head, tensors.target, tensors.input.device
     options = Options.of(tensors.input, Arguments(**given))
     others = [each for each in tensors[2:] if isinstance(each, Tensor)]
     labels = [each for each in (target, *tensors[5:]) if each is not None]
     if any(each.device != device for each in others) or any(each.requires_grad for each in labels):
         return None
-    if target.is_floating_point() or not head.classes or needs_aligned_copies(head, options):
+    if target.is_floating_point() or not head.classes:
         return None
+    if needs_aligned_copies(head, options):
+        return None if options.sharded else AlignedCall(given, log_probs=log_probs)
     call = call_now(head, tensors.labels, options, log_probs=log_probs)
     if backend_of(call.options.engine) != "triton":
         return None

@@ -15,7 +15,7 @@ from lowtide.core.strides import multiplies
 from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import ByteCounts
 from lowtide.ops.linear_cross_entropy.planning.call import Call
-from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess
+from lowtide.ops.linear_cross_entropy.planning.operands import OperandAccess, follows_columns
 from lowtide.ops.linear_cross_entropy.planning.weight_gradient import ENOUGH_ROWS, ROUNDED_CLASSES
 
 STATISTICS = 24  # numbers per token of a chunk: row statistics and their temporaries
@@ -96,8 +96,9 @@ def counts_of(
     # includes.
     copies_weight = (weight.dtype != access.dtype and device == "cpu") or not multiplies(weight)
     weight_sum = _sum_bytes(call, weight, call.needs_grad.weights[0])
-    # On the CPU half of a packed sum lies in the gradient's memory (in_torch.py).
-    packs = device == "cpu" and weight.dtype.itemsize * 2 == sum_size
+    # On the CPU half of a packed sum lies in the gradient's memory (in_torch.py), by rows.
+    halves = device == "cpu" and weight.dtype.itemsize * 2 == sum_size
+    packs = halves and not follows_columns(weight, call.options)
     return ByteCounts(
         N=call.N,
         D=call.D,

@@ -6,11 +6,13 @@ Shapes: N tokens, D_k features of term k, V classes.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lowtide.core.strides import (
     address,
     aligned,
     copies_rows,
+    lies_by_columns,
     lies_by_rows,
     maps_input,
     maps_weight,
@@ -50,15 +52,19 @@ def with_aligned_operands(head: Head, options: Options) -> Head:
     """
     if not needs_aligned_copies(head, options):
         return head
-    operands = (aligned(each, options.compute_dtype) for each in (*head.inputs, *head.weights))
-    return head.of([*operands, head.bias, head.scale])
+    dtype = options.compute_dtype
+    inputs = (aligned(each, dtype, of_input=True) for each in head.inputs)
+    weights = (aligned(each, dtype) for each in head.weights)
+    return head.of([*inputs, *weights, head.bias, head.scale])
 
 
 def needs_aligned_copies(head: Head, options: Options) -> bool:
     """Return True if `with_aligned_operands` copies an operand."""
     if head.device.type != "cuda" and options.backend != "triton":
         return False
-    return any(needs_aligned_copy(each, options.compute_dtype) for each in (*head.inputs, *head.weights))
+    dtype = options.compute_dtype
+    of_inputs = (needs_aligned_copy(each, dtype, of_input=True) for each in head.inputs)
+    return any(of_inputs) or any(needs_aligned_copy(each, dtype) for each in head.weights)
 
 
 def operand_access(call: Call) -> OperandAccess:
@@ -69,6 +75,15 @@ def operand_access(call: Call) -> OperandAccess:
         for input, grad in zip(head.inputs, call.needs_grad.inputs)
     )
     return OperandAccess(dtype, _copies(head, call.options, dtype), tuple(scaled))
+
+
+def follows_columns(weight: Tensor, options: Options) -> bool:
+    """Return True if a weight's gradient lies by columns, as the weight does.
+
+    Autograd would copy a gradient by rows, slowly (decision 0105). A CPU's units write by rows, and
+    the engines of a divided head may read such a weight from a copy by rows.
+    """
+    return not options.sharded and options.engine not in CPU_UNITS and lies_by_columns(weight)
 
 
 def unreadable(head: Head, options: Options) -> tuple[bool, ...]:

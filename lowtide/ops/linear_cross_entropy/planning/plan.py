@@ -24,6 +24,8 @@ class Plan(Tiling):
     workspace: int
     """Bytes that the call may hold beyond inputs, outputs and gradients."""
     access: OperandAccess
+    one_product_of_logits: bool = False
+    """True if engines/logits/one_product.py computes the call."""
     agreement: "Agreement | None" = None
     """Holds what the ranks agreed on, if the head is sharded."""
 
@@ -50,12 +52,6 @@ class Plan(Tiling):
     @property
     def cpu_exponentials(self) -> bool:
         return self.engine == "cpu_exponentials"
-
-    @property
-    def one_product_of_logits(self) -> bool:
-        """Return True if engines/logits/one_product.py computes the call."""
-        single = self.engine == "logits_triton" and self.weight_gradient == "single_product"
-        return single and self.compute_dtype == torch.bfloat16
 
     def call(self, head: Head) -> Call:
         """Return the call of a head that this plan is for."""

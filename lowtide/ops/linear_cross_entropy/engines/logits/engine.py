@@ -24,7 +24,8 @@ class LogitsEngine(LossEngine):
     def accumulator(self, place: int, dw: PendingGradient | None) -> WeightAccumulator | None:
         if place or dw is None or not self._forms_at_once:
             return super().accumulator(place, dw)
-        return self.form_at_once(dw, width=self._width)
+        known = float(max(self.M, 1)) if self.plan.options.reduction == "mean" else 1.0
+        return self.form_at_once(dw, width=self._width, known=known)
 
     def chunk_rows(self, gradient: bool) -> int:
         """Return half of the tokens at most where logits would lie in the memory of no gradient.

@@ -31,6 +31,7 @@ from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients, as_sum
 from lowtide.ops.linear_cross_entropy.engines.logits.softmax_triton import softmax_gradient_into
 from lowtide.ops.linear_cross_entropy.engines.loss_engine import LossEngine
 from lowtide.ops.linear_cross_entropy.planning.byte_counts import padded_classes
+from lowtide.ops.linear_cross_entropy.planning.operands import follows_columns
 
 WIDTH, WARPS = 4096, 4
 
@@ -71,7 +72,9 @@ class OneProductEngine(LossEngine):
 
         coefs, stats = self.rows.coefs(), self.rows.empty_stats(SoftmaxStats)
         columns = TileColumns(0, self.transform, self.class_weight_V)
-        dw_VD = torch.empty((V, D), dtype=dtype, device=device)
+        by_columns = follows_columns(head.weights[0], plan.options)
+        dw_VD = torch.empty((D, V) if by_columns else (V, D), dtype=dtype, device=device)
+        dw_VD = dw_VD.t() if by_columns else dw_VD
         memory, width = as_sums(dw_VD, plan.sum_dtype), padded_classes(V, kind)
         g_NV = torch.empty((N, width), dtype=dtype, device=device)
         g_NV = g_NV if width == V else g_NV[:, :V]
@@ -95,4 +98,7 @@ class OneProductEngine(LossEngine):
             )  # fmt: skip
         product(dw_VD, g_NV.t(), scaled_ND, scale=1 / share)
         dx = None if dx_ND is None else PendingGradient(dx_ND, scaled)
-        return stats, Gradients((dx,), (PendingGradient(dw_VD, scaled),))
+        db = None
+        if plan.needs_grad.bias:
+            db = PendingGradient(g_NV.sum(0, dtype=plan.sum_dtype), remaining=scaled)
+        return stats, Gradients((dx,), (PendingGradient(dw_VD, scaled),), db)

@@ -22,11 +22,11 @@ from lowtide.ops.linear_cross_entropy.planning.requirements import (
     units_unsupported_reason,
 )
 
-# dW is formed by a single GEMM only if its memory holds the float32 logits of this many rows, or of
-# all tokens. With fewer rows, each GEMM of logits would read the whole weight for few rows. In
-# float16 class blocks would take the place of the single GEMM, which are slower. So about one tile
+# dW is formed by a single GEMM only if its memory holds the float32 logits of this many rows, or
+# of all tokens. With fewer rows, each GEMM of logits would read the whole weight for few rows.
+# Beside a walk over tokens the only other way is class blocks, which are slower. So about one tile
 # of rows is enough there, or half of the tokens.
-FEWEST_ROWS, FEWEST_ROWS_OF_FLOAT16 = 256, 120  # decisions 0062 and 0098
+FEWEST_ROWS, FEWEST_ROWS_OF_WALK = 256, 120  # decisions 0062, 0098 and 0105
 
 
 def _memory_in_torch(call: Call, access: OperandAccess) -> ByteCounts:
@@ -67,12 +67,12 @@ def _memory_in_triton(call: Call, access: OperandAccess) -> ByteCounts:
     own = counts.token_bytes + call.D * access.dtype.itemsize
     sums = sum(D_k * call.sum_size for D_k in with_gradient(call))
     in_gradient = own - logits - sums + of_gradient
-    if access.dtype == torch.float16:
-        in_gradient = in_gradient if rows >= min(-(-call.N // 2), FEWEST_ROWS_OF_FLOAT16) else 0
+    if not has_one_product(call, access):
+        in_gradient = in_gradient if rows >= min(-(-call.N // 2), FEWEST_ROWS_OF_WALK) else 0
         own = own if rows < call.N else 0
         counts = replace(counts, rows_of_logits=rows, sum_row=sums, own_logits_row=own)
         return replace(counts, one_product_row=in_gradient)
-    if rows < min(call.N, FEWEST_ROWS) or not _has_one_product(call):
+    if rows < min(call.N, FEWEST_ROWS):
         return counts
     return replace(counts, one_product_row=in_gradient, rows_of_logits=rows)
 
@@ -108,15 +108,17 @@ def _may_have_one_product(call: Call, access: OperandAccess, counts: ByteCounts)
     )
 
 
-def _has_one_product(call: Call) -> bool:
-    """Return True if logits/one_product.py may compute the call, in bfloat16.
+def has_one_product(call: Call, access: OperandAccess) -> bool:
+    """Return True if logits/one_product.py computes a call whose dW is a single GEMM.
 
-    Before its GEMM for dW, dW's memory holds the float32 rows of dX, too; they fit if 2 N <= V.
+    It takes bfloat16. Other calls walk over the tokens (engine.py). Before its GEMM for dW, dW's
+    memory holds the float32 rows of dX, too; they fit if 2 N <= V.
     """
     head, needs_grad, call_kind = call.head, call.needs_grad, call.call_kind
     return (
-        call.options.reduction != "none"
-        and not (call_kind.log_probs or call_kind.probabilities or needs_grad.bias or needs_grad.scale)
+        access.dtype == torch.bfloat16
+        and call.options.reduction != "none"
+        and not (call_kind.log_probs or call_kind.probabilities or needs_grad.scale)
         and len(head.inputs) == 1
         and head.inputs[0].dtype == head.weights[0].dtype
         and 2 * head.tokens <= call.V

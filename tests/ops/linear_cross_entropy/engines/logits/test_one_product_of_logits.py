@@ -6,6 +6,8 @@ sums.
 Shapes: N tokens, D features, V classes.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,27 @@ def test_gradients(device, N, V, reduction):
     assert relative(dx[kept], true_dx) < MOST_ERROR[device]
     assert relative(dw, true_dw) < MOST_ERROR[device]
     assert not dx[~kept].any()
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("V", [144, 200])
+def test_bias_and_weight_by_columns(device, V, by_columns):
+    """db is the sum of G. A weight by columns has its gradient by columns, and is not copied."""
+    inputs = make_inputs(24, 32, V, dtype=torch.bfloat16, device=device, bias=True)
+    w = inputs.linear_weight.detach()
+    w = (w.t().contiguous().t() if by_columns else w).requires_grad_()
+    inputs = replace(inputs, linear_weight=w)
+    made = planned(inputs, ROOM, backend="triton")
+    assert (made.engine, made.weight_gradient) == ("logits_triton", "single_product")
+    target, b = inputs.target.flatten(), inputs.linear_bias
+    x = inputs.input.detach().reshape(24, 32).requires_grad_()
+    options = {"linear_bias": b, "workspace": ROOM, "backend": "triton"}
+    found = torch.autograd.grad(lowtide.linear_cross_entropy(x, w, target, **options), (x, w, b))
+    assert found[1].stride() == w.stride()
+    exact = [each.detach().double().requires_grad_() for each in (x, w, b)]
+    true = losses(*exact[:2], target, linear_bias=exact[2])
+    for actual, expected in zip(found, torch.autograd.grad(true, exact)):
+        assert relative(actual, expected) < MOST_ERROR[device]
 
 
 def losses(

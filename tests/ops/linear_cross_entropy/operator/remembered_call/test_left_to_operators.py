@@ -1,6 +1,4 @@
-"""Calls that go by the operators each time: modes, subclasses, autocast, tensors that are not
-aligned.
-"""
+"""Calls that go by the operators each time: modes, subclasses, a number as normalizer."""
 
 import pytest
 import torch
@@ -12,22 +10,6 @@ from tests.ops.linear_cross_entropy.operator.remembered_call.helpers import chec
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def shifted(matrix):
-    """The same numbers and strides, one element later in memory."""
-    wider = torch.empty(matrix.numel() + 1, dtype=matrix.dtype, device=matrix.device)
-    return wider[1:].view(matrix.shape).copy_(matrix.detach()).requires_grad_()
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_unaligned_tensors_go_by_the_operators(device, went, place):
-    given = list(tensors(device))
-    check(*given)
-    went.clear()
-    given[place] = shifted(given[place])
-    check(*given)
-    assert went == ["operator", "operator"]
 
 
 class Functions(TorchFunctionMode):
@@ -60,16 +42,6 @@ def test_subclasses_see_the_operators(device, went):
     went.clear()
     loss_of(x.detach().as_subclass(Named).requires_grad_(), w, target)
     assert went == ["operator"]
-
-
-def test_autocast_is_not_remembered(device, went):
-    x, w, target = tensors(device)
-    check(x, w, target)
-    went.clear()
-    with torch.autocast(device, torch.bfloat16):
-        for _ in range(2):
-            loss_of(x, w, target)
-    assert went == ["operator"] * 2
 
 
 def test_a_number_as_normaliser_goes_by_the_operators(device, went):
