@@ -15,6 +15,7 @@ The folders and modules, in the order of imports (each imports only those above 
     backend.py       choose the backend of a call, and say why the others do not run it
     remembered.py    run a call that is like an earlier one without checking and choosing again
     dispatch.py      send a call to its backend
+    aligned.py       copy operands whose rows begin off 16 bytes
     api.py           the public functions; their docstrings are the contract
     merge.py         merge attention to several sets of keys into attention to all of them
 """

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lowtide.core.errors import ArgumentError, advises
-from lowtide.ops.attention import dispatch, remembered
+from lowtide.ops.attention import aligned, dispatch, remembered
 from lowtide.ops.attention.definition import layouts, masks
 from lowtide.ops.attention.definition.masks import (
     AttentionBias,
@@ -274,6 +274,10 @@ def scaled_dot_product_attention(
         causal = LowerTriangularMask() if is_causal else None
         if (found := remembered.run(known, causal, query, key, value, attn_mask)) is not None:
             return found[0]
+    if (copies := aligned.aligned_copies(query, key, value, "auto", rows_at=-2)) is not None:
+        scale = _scale(scale, query) if scale is None else scale
+        out = scaled_dot_product_attention(*copies, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return aligned.result(out, value.shape[-1])
     check_bias("attn_mask", attn_mask)
     check_numbers(dropout_p, scale, None, p_name="dropout_p")
     mask, tensor = _split_bias(attn_mask)
@@ -313,6 +317,14 @@ def _attention(
         known = signature(query, key, value, tensor, "xformers", kind, of_window, *given)
         if (found := remembered.run(known, mask, query, key, value, tensor)) is not None:
             return found
+    if (copies := aligned.aligned_copies(query, key, value, backend, rows_at=1)) is not None:
+        scale = _scale(scale, query) if scale is None else scale
+        query, key, own_value = copies
+        out, logsumexp = _attention(
+            query, key, own_value, attn_bias, p, scale, softcap, window, seed, generator, backend,
+            with_logsumexp,
+        )  # fmt: skip
+        return aligned.result(out, value.shape[-1]), logsumexp
     check_bias("attn_bias", attn_bias)
     check_numbers(p, scale, softcap)
     check_backend(backend)

@@ -6,6 +6,7 @@ Shapes: B batches; H query heads, G key heads; M queries, N keys; K features of 
 of values.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide import attn_bias
 from lowtide.core.errors import ArgumentError
-from lowtide.ops.attention import dispatch
+from lowtide.ops.attention import aligned, dispatch
 from lowtide.ops.attention.backend import BackendChoice
 from lowtide.ops.attention.definition import layouts
 from lowtide.ops.attention.definition.operands import AttentionCall, AttentionOptions, Operands
@@ -80,12 +81,15 @@ class AskedAttentionCall:
         check_backend(self.backend)
         band = check_window(self.window)
         N = self.M if self.N is None else self.N
-        E = self.K if self.E is None else self.E
+        K, E = self.K, self.K if self.E is None else self.E
+        step = math.gcd(aligned.VECTOR, K, E)
+        if self.device == "cuda" and aligned.is_slow(step, self.dtype, self.M, N):
+            K, E = aligned.padded(K), aligned.padded(E)
         options = AttentionOptions(1.0, self.softcap or 0.0, self.dropout, backend=self.backend)
         mask = self.mask.of(self.M, N) if self.mask else None
         with FakeTensorMode(), torch.no_grad():
-            query = self._tensor(self.M, self.H, self.K)
-            key, value = (self._tensor(N, self._key_heads, features) for features in (self.K, E))
+            query = self._tensor(self.M, self.H, K)
+            key, value = (self._tensor(N, self._key_heads, features) for features in (K, E))
             bias = None if self.bias is None else torch.empty(self.bias, dtype=self.dtype)
             if self.layout is Layout.BHMK:
                 _, *own = layouts.from_torch(query, key, value, bias, enable_gqa=True)
