@@ -14,6 +14,7 @@ The modules, in the order of imports (a module imports only those above it):
     launch_small_problems.py  launches for many small problems, and for the bias of short ones
     launch_few_queries.py     launches of forward for a few queries with many keys
     launch_forward.py         the launch of forward
+    parts_of_queries.py       the division of queries where there are few tiles of keys
     launch_stored_scores.py   launches that store a strip's gradients of scores, or read them
     launch_recomputed.py      launches of backward that compute scores again
     launch_backward.py        the ways that backward takes, and which launches each is made of

@@ -18,6 +18,7 @@ from lowtide.ops.attention.triton_backend.kernels.recompute import (
 from lowtide.ops.attention.triton_backend.kernels.whole_problems import whole_problem_gradient_kernel
 from lowtide.ops.attention.triton_backend.launch import VECTOR, KernelCall, step_of, strides_of
 from lowtide.ops.attention.triton_backend.launch_stored_scores import StripMemory
+from lowtide.ops.attention.triton_backend.parts_of_queries import part_count, sum_parts, with_parts
 from lowtide.ops.attention.triton_backend.strips import Strip
 
 # The queries of one program of delta_kernel.
@@ -87,24 +88,28 @@ def key_value_gradient(call: KernelCall, strip: Strip, memory: StripMemory) -> b
 
 def _key_value(kernel: str, call: KernelCall, strip: Strip, memory: StripMemory) -> None:
     """Write those of dk, dv, bias_sum and the strip's stored gradients that have memory."""
-    results = call.grad_key, call.grad_value, call.bias_sum, memory.grad_scores, memory.grad_z
-    if all(each is None for each in results):
+    sums = call.grad_key, call.grad_value, call.bias_sum
+    if all(each is None for each in (*sums, memory.grad_scores, memory.grad_z)):
         return
     tile = call.tile(kernel)
     tiles = cdiv(strip.keys, tile.N)
     blocks_k = 1 if call.grad_key is None else tile.blocks_K
     blocks_e = 1 if call.grad_value is None else tile.blocks_E
-    programs = tiles * strip.batches * strip.groups, max(blocks_k, blocks_e)
+    programs, blocks = tiles * strip.batches * strip.groups, max(blocks_k, blocks_e)
+    parts = part_count(programs * blocks, cdiv(call.size.M, tile.M))
+    own = with_parts(call, strip, parts)
     constants = call.constants | {"BIAS_TRANSPOSED": call.transposed_bias is not None}
     if call.transposed_bias is not None:
         call, constants["BIAS_STEP"] = call._replace(bias=call.transposed_bias), VECTOR
-    key_value_gradient_kernel[programs](
-        *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, *results,
-        *call.strides, strides_of(call.grad_output), strides_of(call.grad_key),
-        strides_of(call.grad_value), memory.strides, strip.batches, *call.sizes, strip.first_group,
-        strip.first_key, tiles, *call.scalars, **constants, PIECES=call.pieces, **tile.constants,
-        **tile.options,
+    key_value_gradient_kernel[(programs, blocks, parts)](
+        *call.tensors, call.row_first, call.row_end, call.grad_output, call.row_terms, own.grad_key,
+        own.grad_value, own.bias_sum, memory.grad_scores, memory.grad_z, *call.strides,
+        strides_of(call.grad_output), strides_of(own.grad_key), strides_of(own.grad_value), memory.strides,
+        strip.batches, *call.sizes, strip.first_group, strip.first_key, tiles, *call.scalars, **constants,
+        PIECES=call.pieces, IN_PARTS=parts > 1, **tile.constants, **tile.options,
     )  # fmt: skip
+    if parts > 1:
+        sum_parts(call, own, strip)
 
 
 def whole_problems(call: KernelCall) -> None:

@@ -19,6 +19,7 @@ from lowtide.ops.attention.triton_backend.kernels.stored_scores import (
     scores_kernel,
 )
 from lowtide.ops.attention.triton_backend.launch import KernelCall, Strides, broadcast_strides, strides_of
+from lowtide.ops.attention.triton_backend.parts_of_queries import part_count, sum_parts, with_parts
 from lowtide.ops.attention.triton_backend.strips import Stored, Strip
 
 
@@ -90,14 +91,21 @@ def key_value_gradients(
     blocks = tile.blocks_K * (call.grad_key is not None) + tile.blocks_E * (grad_value is not None)
     if not blocks:
         return
-    key_value_of_scores_kernel[(cdiv(strip.keys, tile.N) * strip.batches * strip.groups * blocks,)](
+    programs = cdiv(strip.keys, tile.N) * strip.batches * strip.groups * blocks
+    parts = part_count(programs, cdiv(M, tile.M))
+    # No kernel but that of the scores themselves writes bias_sum.
+    sums = call._replace(grad_value=grad_value, bias_sum=None)
+    own = with_parts(sums, strip, parts)
+    key_value_of_scores_kernel[(programs, 1, parts)](
         call.query, call.grad_output, call.first, call.end, call.row_first, call.row_end,
-        memory.grad_scores, memory.weight, call.grad_key, grad_value, strides_of(call.query),
-        strides_of(call.grad_output), memory.strides, strides_of(call.grad_key),
-        strides_of(grad_value), strip.batches, R, M, N, K, E, strip.first_group, strip.groups,
+        memory.grad_scores, memory.weight, own.grad_key, own.grad_value, strides_of(call.query),
+        strides_of(call.grad_output), memory.strides, strides_of(own.grad_key),
+        strides_of(own.grad_value), strip.batches, R, M, N, K, E, strip.first_group, strip.groups,
         strip.first_key, call.scalars.scale, PRECISION=call.constants["PRECISION"], PIECES=call.pieces,
-        **tile.constants, **tile.options,
+        IN_PARTS=parts > 1, **tile.constants, **tile.options,
     )  # fmt: skip
+    if parts > 1:
+        sum_parts(sums, own, strip)
 
 
 def bias_gradient(call: KernelCall, strip: Strip, memory: StripMemory, grad_bias: Tensor, add: bool) -> None:

@@ -82,6 +82,7 @@ SPILLS = {
     "key and value, half, 72, of which Triton knows no divisor": 256,
     "key and value, half, all": 896,
     "key and value, half, 64, a transposed bias": 64,
+    "key and value, half, in parts of the queries": 16,
     "key and value, half, keeping scores, 64": 672,
     "key and value, half, keeping scores, all": 768,
     "value, half, keeping scores, 256": 400,
@@ -155,6 +156,7 @@ def _builds() -> dict[str, Build]:
         ("key and value", "128", 128, {}, TARGETS),
         ("key and value", "all", 64, ALL, (90,)),
         ("key and value", TRANSPOSED_BIAS, 64, {**BIASED, "bias_ptr": "*bf16", **BIAS_TRANSPOSED}, (90,)),
+        ("key and value", IN_PARTS, 64, {**BIASED, "bias_ptr": "*bf16", **PARTS}, (90,)),
         ("key and value", "keeping scores, 64", 64, {**kept, **BIASED}, (90,)),
         ("key and value", "keeping scores, 128", 128, {**kept, **BIASED}, (80,)),
         ("key and value", "keeping scores, all", 64, {**kept, "grad_z_ptr": "*bf16", **ALL}, (90,)),
@@ -219,6 +221,7 @@ def _builds() -> dict[str, Build]:
             ("query of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
             ("key and value of scores", "128", 128, kept, (90,)),
             ("key and value of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
+            *([("key and value of scores", IN_PARTS, 160, {**kept, "weight_ptr": F32, **PARTS}, (90,))] * (count == 3)),
         ):
             if count == 2 and name.startswith("delta"):
                 continue  # three pieces alone are so exact
@@ -247,6 +250,12 @@ def _builds() -> dict[str, Build]:
 
 TRANSPOSED_BIAS = "64, a transposed bias"
 BIAS_TRANSPOSED = {"BIAS_TRANSPOSED": True, "BIAS_STEP": 8}
+IN_PARTS = "in parts of the queries"
+PARTS = {
+    "IN_PARTS": True,
+    **dict.fromkeys(("grad_key_ptr", "grad_value_ptr"), F32),
+    **dict.fromkeys(("grad_key_strides", "grad_value_strides"), (*STRIDES, "i32")),
+}
 IN_VECTORS = "72, of which Triton knows no divisor"
 BIAS_IN_VECTORS = "80, a bias of 196 keys"
 BIAS_OF_196 = {

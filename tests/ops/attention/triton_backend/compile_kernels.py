@@ -64,6 +64,7 @@ def _given(build: Build, kernel: str, capability: int) -> dict[str, Any]:
         "ADD": True,
         "SHARED": True,
         "BIAS_TRANSPOSED": False,
+        "IN_PARTS": False,
         "CUT": bool(build.arguments.get("first_ptr")),
         "PIECES": 1,
         **build.arguments,

@@ -39,6 +39,7 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
 )
 from lowtide.ops.attention.triton_backend.kernels.visible import (
     interval,
+    part_of,
     shown_range,
     tile_start,
     tiles_if_shown,
@@ -201,7 +202,7 @@ def key_value_gradient_kernel(
     grad_key_strides, grad_value_strides, grad_scores_strides,
     B, H, R, M, N, K, E, first_group, first_key, tiles, scale, limit, rescale,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BASE_2: tl.constexpr, COLUMN_BIAS: tl.constexpr,
-    BIAS_STEP: tl.constexpr, BIAS_TRANSPOSED: tl.constexpr, PIECES: tl.constexpr,
+    BIAS_STEP: tl.constexpr, BIAS_TRANSPOSED: tl.constexpr, PIECES: tl.constexpr, IN_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +215,19 @@ def key_value_gradient_kernel(
     cap's slope. BIAS_TRANSPOSED: the bias is KernelCall.transposed_bias, [keys, queries]. PIECES is
     the number of pieces of query, key, value and grad_output (bf16_split.py). With several pieces,
     these operands hold the strip's heads only.
+
+    IN_PARTS: each of the programs of a tile takes a part of the queries. Then grad_key, grad_value
+    and bias_sum have one more dimension, that of the parts, and grad_key and grad_value hold the
+    strip's heads and keys only.
     """
+    if IN_PARTS:
+        part = tl.program_id(2).to(tl.int64)
+        if grad_key_ptr is not None:
+            grad_key_ptr += part * grad_key_strides[4]
+        if grad_value_ptr is not None:
+            grad_value_ptr += part * grad_value_strides[4]
+        if bias_sum_ptr is not None:
+            bias_sum_ptr += part * B * H * N
     K, E = multiple(K, CUT_K), multiple(E, CUT_E)
     query_strides, key_strides = multiples(query_strides, CUT_K), multiples(key_strides, CUT_K)
     value_strides = multiples(value_strides, CUT_E)
@@ -260,7 +273,10 @@ def key_value_gradient_kernel(
         if not STORES:  # other kernels read the stored tiles of all keys in the intervals
             wholes, rest = tiles_if_shown(head_bias_ptr, bias_strides, j, N, wholes, rest, COLUMN_BIAS)
         for MASKED in tl.static_range(2):
-            for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+            first_step, end_step = 0, rest if MASKED else wholes
+            if IN_PARTS:
+                first_step, end_step = part_of(end_step)
+            for step in tl.range(first_step, end_step, num_stages=1 if MASKED else None):
                 start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
                 query_place = q_ptr, start_m, row_m, query_strides, M
                 grad_output_place = do_ptr, start_m, row_m, grad_output_strides, M
@@ -325,6 +341,8 @@ def key_value_gradient_kernel(
                     grad_key = add_product(sloped, own, grad_key, PRECISION, PIECES)
         if bias_sum_ptr is not None and tl.program_id(1) == 0:
             tl.store(bias_sum_ptr + (b * H + h).to(tl.int64) * N + j, bias_sum_n, mask=j < N)
+    if IN_PARTS:
+        g, j, N = unit // B, j - first_key, N - first_key
     if grad_key_ptr is not None:
         own_ptr = head(grad_key_ptr, grad_key_strides, b, g)
         store_tile(own_ptr, j, own_k, grad_key_strides, N, K, grad_key * scale)

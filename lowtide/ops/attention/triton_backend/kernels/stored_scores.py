@@ -40,6 +40,7 @@ from lowtide.ops.attention.triton_backend.kernels.tiles import (
 )
 from lowtide.ops.attention.triton_backend.kernels.visible import (
     interval,
+    part_of,
     tile_start,
     visible_range,
     visible_tiles,
@@ -218,15 +219,18 @@ def query_of_scores_kernel(
 @triton.jit
 def sum_over_queries(
     scores_ptr, x_ptr, out_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr, scores_strides, x_strides,
-    out_strides, own, b, g, operand_g, start_n, first_key, R, M, N, F, block, factor,
-    PRECISION: tl.constexpr, PIECES: tl.constexpr,
+    out_strides, own, B, b, g, operand_g, start_n, first_key, R, M, N, F, block, factor,
+    PRECISION: tl.constexpr, PIECES: tl.constexpr, IN_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Write the product of stored scores and x, times `factor`, for one key head.
 
     x is the query or grad_output. The product is summed over the queries of all query heads that
     share the key head. A program computes it for a tile of keys and one block of features.
+    IN_PARTS: it takes a part of the queries (recompute.key_value_gradient_kernel).
     """
+    if IN_PARTS:
+        out_ptr += tl.program_id(2).to(tl.int64) * out_strides[4]
     F, x_strides, out_strides = multiple(F, CUT), multiples(x_strides, CUT), multiples(out_strides, CUT)
     row_m, row_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     f = block * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -239,7 +243,10 @@ def sum_over_queries(
         own_ptr = scores_at(scores_ptr, scores_strides, own * R + r, start_n - first_key)
         own_x_ptr = head(x_ptr, x_strides, b, operand_g * R + r)
         for MASKED in tl.static_range(2):
-            for step in tl.range(0, rest if MASKED else wholes, num_stages=1 if MASKED else None):
+            first_step, end_step = 0, rest if MASKED else wholes
+            if IN_PARTS:
+                first_step, end_step = part_of(end_step)
+            for step in tl.range(first_step, end_step, num_stages=1 if MASKED else None):
                 start_m = tile_start(step, first_tile, whole_first, whole_last, BLOCK_M, MASKED)
                 i = start_m + row_m
                 first, end = i, i
@@ -248,6 +255,8 @@ def sum_over_queries(
                 part = load_scores(own_ptr, scores_strides, row_n, i, start_n, first, end, MASKED)
                 x = load_pieces((own_x_ptr, start_m, row_m, x_strides, M), f, F, MASKED, CUT, PIECES)
                 total = add_product(part, x, total, PRECISION, PIECES)
+    if IN_PARTS:
+        g, start_n, N = own // B, start_n - first_key, N - first_key
     out_ptr = head(out_ptr, out_strides, b, g)
     store_tile(out_ptr, start_n + row_n, f, out_strides, N, F, total * factor)
 
@@ -259,8 +268,9 @@ def key_value_of_scores_kernel(
     grad_key_ptr, grad_value_ptr, query_strides, grad_output_strides, grad_scores_strides,
     grad_key_strides, grad_value_strides,
     B, R, M, N, K, E, first_group, groups, first_key, scale, PRECISION: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr, CUT_E: tl.constexpr,
+    IN_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKS_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCKS_E: tl.constexpr, CUT_K: tl.constexpr,
+    CUT_E: tl.constexpr,
 ):  # fmt: skip
     """Write dk = scale grad_scores^T q and dv = weight^T grad_output, or one, for a strip's keys.
 
@@ -279,15 +289,16 @@ def key_value_of_scores_kernel(
         if block < BLOCKS_K:
             sum_over_queries(
                 grad_scores_ptr, query_ptr, grad_key_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr,
-                grad_scores_strides, query_strides, grad_key_strides, own, b, g, operand_g, start_n,
-                first_key, R, M, N, K, block, scale, PRECISION, PIECES, BLOCK_M, BLOCK_N, BLOCK_K, CUT_K,
+                grad_scores_strides, query_strides, grad_key_strides, own, B, b, g, operand_g, start_n,
+                first_key, R, M, N, K, block, scale, PRECISION, PIECES, IN_PARTS, BLOCK_M, BLOCK_N,
+                BLOCK_K, CUT_K,
             )  # fmt: skip
         block -= BLOCKS_K
     if grad_value_ptr is not None and block >= 0:
         sum_over_queries(
             weight_ptr, grad_output_ptr, grad_value_ptr, first_ptr, end_ptr, row_first_ptr, row_end_ptr,
-            grad_scores_strides, grad_output_strides, grad_value_strides, own, b, g, operand_g, start_n,
-            first_key, R, M, N, E, block, 1.0, PRECISION, PIECES, BLOCK_M, BLOCK_N, BLOCK_E, CUT_E,
+            grad_scores_strides, grad_output_strides, grad_value_strides, own, B, b, g, operand_g, start_n,
+            first_key, R, M, N, E, block, 1.0, PRECISION, PIECES, IN_PARTS, BLOCK_M, BLOCK_N, BLOCK_E, CUT_E,
         )  # fmt: skip
 
 

@@ -30,6 +30,13 @@ def visible_tiles(low, whole_low, whole_high, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def part_of(steps):
+    """Return the first of this program's steps, and the one after them (parts_of_queries.py)."""
+    part, parts = tl.program_id(2), tl.num_programs(2)
+    return steps * part // parts, steps * (part + 1) // parts
+
+
+@triton.jit
 def tile_start(step, first, whole_first, whole_last, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Return the first element of the tile that a step of a loop takes.
 
