@@ -160,6 +160,10 @@ def memory_efficient_attention(
         pieces take 1.5 times the tensor's memory. Where torch allows TF32 there are two, which take
         as much as the tensor. Query is split in memory too if it has more features than a tile (64
         to 256, by the card and the number of pieces).
+        With few keys the kernels of "triton" sum the gradients of key and value in parts, in at
+        most 24 MiB.
+        On CUDA in half precision, query, key and value are copied if rows begin off 16 bytes, and
+        the copies are held until backward: from 256 queries and keys on, or 64 for odd features.
         On CUDA, backward of "sdpa" also holds a float32 number for each element of query. It
         copies an upstream gradient that does not have the result's strides. Under torch.compile it
         also copies operands that do not begin at a multiple of 16 bytes.

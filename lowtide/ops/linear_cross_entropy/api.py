@@ -117,8 +117,8 @@ def linear_cross_entropy(
             20 bits (see `Precision`). Three things are not counted. On CUDA under autocast, a
             weight of another dtype is cast as a whole once, like autocast's own copy. On CUDA,
             half-precision operands that GEMMs read slowly are copied, and the copies are held until
-            backward: operands whose features are no multiple of 8, and those whose rows do not
-            begin at multiples of 16 bytes. And cuBLAS has a workspace of its own.
+            backward: operands whose features are no multiple of 8, those whose rows do not begin at
+            multiples of 16 bytes, and inputs by columns. And cuBLAS has a workspace of its own.
         backend: `"auto"` runs `"triton"` for CUDA tensors up to float32 where Triton is installed,
             else `"torch"`. `"reference"` is the plain definition, which holds all logits whatever
             the workspace.
