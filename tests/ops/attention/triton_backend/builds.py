@@ -221,7 +221,10 @@ def _builds() -> dict[str, Build]:
             ("query of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
             ("key and value of scores", "128", 128, kept, (90,)),
             ("key and value of scores", "300, all", 300, {**kept, **MASKED}, (80,)),
-            *([("key and value of scores", IN_PARTS, 160, {**kept, "weight_ptr": F32, **PARTS}, (90,))] * (count == 3)),
+            *(
+                [("key and value of scores", IN_PARTS, 160, {**kept, "weight_ptr": F32, **PARTS}, (90,))]
+                * (count == 3)
+            ),
         ):
             if count == 2 and name.startswith("delta"):
                 continue  # three pieces alone are so exact

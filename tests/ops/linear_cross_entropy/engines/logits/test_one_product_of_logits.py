@@ -22,6 +22,7 @@ from lowtide.ops.linear_cross_entropy.operator.arguments import call_of
 from lowtide.ops.linear_cross_entropy.planning import operands, requirements
 from tests.support.loss import interpreted, make_inputs, planned
 from tests.support.operators import check_operator_and_fake
+from tests.support.rehearsals import in_rehearsal
 
 pytest.importorskip("triton")
 
@@ -169,7 +170,8 @@ def test_mean_rounds_once(device, monkeypatch):
     product = one_product.product
 
     def kept(out, a, b, *, scale=1.0):
-        multiplied.append((b.clone(), scale))
+        if not in_rehearsal():
+            multiplied.append((b.clone(), scale))
         product(out, a, b, scale=scale)
 
     monkeypatch.setattr(one_product, "product", kept)
