@@ -9,6 +9,7 @@ from lowtide.core.errors import ArgumentError
 from lowtide.ops.linear_cross_entropy import linear_log_probs
 from lowtide.ops.linear_cross_entropy.definition.head import Backend, normalized
 from lowtide.ops.linear_cross_entropy.definition.validation import check_normalizer
+from lowtide.ops.linear_cross_entropy.sharding import placed_as
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -55,7 +56,8 @@ def z_loss(
         ignore_index: rows with this target do not count; None means -100.
         normalizer: n, as in :func:`lowtide.linear_cross_entropy`. If it is None, n counts
             this rank's rows, also under :func:`lowtide.shard_head`; pass
-            :func:`lowtide.tokens_per_rank` for the mean over all ranks' rows.
+            :func:`lowtide.tokens_per_rank` for the mean over all ranks' rows. Of a DTensor, n
+            counts all rows.
         options: those of :func:`lowtide.linear_log_probs`; workspace is in bytes.
 
     Precision: the loss is float32, or float64 for float64.
@@ -71,7 +73,7 @@ def z_loss(
     found = linear_log_probs(input, linear_weight, target, ignore_index=ignore_index, **options)
     total = found.logsumexp.square().sum()
     if normalizer is None:
-        return total / _counted(target, ignore_index).sum().clamp(min=1)
+        return total / _counted(input, target, ignore_index).sum().clamp(min=1)
     return normalized(total, normalizer)
 
 
@@ -129,9 +131,10 @@ def sequence_log_probs(
     log_prob_B = found.log_prob.sum(-1)
     if reduction == "sum":
         return log_prob_B
-    return log_prob_B / _counted(target, ignore_index).sum(-1).clamp(min=1)
+    return log_prob_B / _counted(input, target, ignore_index).sum(-1).clamp(min=1)
 
 
-def _counted(target: Tensor, ignore_index: int | None) -> Tensor:
-    """Return True for each row whose target is not `ignore_index`."""
-    return target.long() != (-100 if ignore_index is None else ignore_index)
+def _counted(input: Tensor, target: Tensor, ignore_index: int | None) -> Tensor:
+    """Return True for each row whose target is not `ignore_index`, placed as the input is."""
+    counted: Tensor = placed_as(input, target)
+    return counted.long() != (-100 if ignore_index is None else ignore_index)

@@ -53,16 +53,35 @@ class ShardedCall:
         """Return a result as what the input is: a tensor, or a DTensor of the same mesh."""
         if self.result_of is None:
             return result
-        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import Replicate
 
         like = self.result_of
-        placements = like.placements if by_row else [Replicate()] * like.device_mesh.ndim
-        shape = like.shape[:-1] if by_row else torch.Size()
-        stride = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
-        whole: Tensor = DTensor.from_local(
-            result, like.device_mesh, placements, run_check=False, shape=shape, stride=tuple(stride)
-        )
-        return whole
+        if by_row:
+            return _placed_by_row(result, like)
+        return _placed(result, like.device_mesh, [Replicate()] * like.device_mesh.ndim, torch.Size())
+
+
+def placed_as(input: Any, by_row: Any) -> Any:
+    """Return a tensor with an entry for each row as what the input is: a tensor, or a DTensor."""
+    if is_dtensor(by_row) == is_dtensor(input):
+        return by_row
+    return _placed_by_row(by_row, input) if is_dtensor(input) else by_row.to_local()
+
+
+def _placed_by_row(own: Tensor, input: Any) -> Tensor:
+    """Return this rank's rows as a DTensor; a K-dimensional loss has K dimensions more."""
+    rows = input.dim() - 1
+    return _placed(own, input.device_mesh, input.placements, (*input.shape[:rows], *own.shape[rows:]))
+
+
+def _placed(own: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    stride = tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+    whole: Tensor = DTensor.from_local(
+        own, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return whole
 
 
 def run_sharded(
@@ -164,12 +183,13 @@ def _of_group(tensors: dict[str, Any], division: Division) -> ShardedCall:
     import torch.distributed as dist
 
     group, first_class, num_classes, tokens_sharded, _ = division
-    if not isinstance(group, dist.ProcessGroup):
+    outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER  # of dist.new_group
+    if not outside and not isinstance(group, dist.ProcessGroup):
         raise ArgumentTypeError(
             f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}; "
             "of a DeviceMesh, pass mesh.get_group(dimension)"
         )
-    if group.rank() < 0:
+    if outside or group.rank() < 0:
         raise ArgumentError("group must have this process as a member, got a group that it is not in")
     weight, ranks = tensors["linear_weight"], group.size()
     classes = weight.shape[0] if isinstance(weight, Tensor) and weight.dim() > 1 else 0
@@ -200,6 +220,11 @@ def _of_dtensors(tensors: dict[str, Any], num_classes: int | None, tokens_sharde
             "pass a plain tensor"
         )
     (place,) = divided
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(
+            "linear_weight's mesh must have this process as a member, got a mesh that it is not in; make "
+            "this call on the ranks of the mesh alone"
+        )
     if mesh.ndim > 1 and not is_dtensor(input):
         raise ArgumentError(
             f"input must be a DTensor where linear_weight's mesh has {mesh.ndim} dimensions, got a plain "

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lowtide.core.checks import check_tensors
+from lowtide.core.collectives import is_dtensor
 from lowtide.core.errors import ArgumentError, ArgumentTypeError
 from lowtide.ops.linear_cross_entropy.definition.validation import (
     can_be_read,
@@ -140,6 +141,11 @@ def _counts(target: Tensor | Sequence[Tensor], ignore_index: int | None, weight:
             "target must hold one tensor at least, got none; pass an empty one, on its device"
         )
     for name, each in named.items():
+        if is_dtensor(each):
+            raise ArgumentTypeError(
+                f"{name} must hold this rank's own targets, got a DTensor; pass {name}.to_local(), and as "
+                "group the ranks that have tokens of their own"
+            )
         if each.is_floating_point() or each.is_complex() or each.dtype == torch.bool:
             raise ArgumentTypeError(
                 f"{name} must hold class indices, got {each.dtype}; of class probabilities every row counts: "

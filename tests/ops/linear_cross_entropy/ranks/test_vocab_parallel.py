@@ -38,6 +38,7 @@ def test_values(tmp_path, device, ranks, kinds):
 SCENARIOS = (
     *("positions", "several_terms", "wanted_gradients", "ways_to_differentiate", "half_precision"),
     *("padded_vocabulary", "extremes", "module_and_sequences", "segments", "bad_arguments", "later_calls"),
+    *("placed_positions", "losses_of_placed_tokens"),
     *("compiled", "ignored_rows", "errors_of_backward", "results_without_gradient", "told_later"),
 )
 SLOW = ("compiled", "results_without_gradient", "ignored_rows")

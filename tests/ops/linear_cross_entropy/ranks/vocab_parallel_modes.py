@@ -19,8 +19,10 @@ from tests.ops.linear_cross_entropy.ranks.modes.gradients import (
     ways_to_differentiate,
 )
 from tests.ops.linear_cross_entropy.ranks.modes.kinds_of_heads import (
+    losses_of_placed_tokens,
     module_and_sequences,
     padded_vocabulary,
+    placed_positions,
     positions,
     several_terms,
 )
@@ -30,6 +32,7 @@ SCENARIOS = {
     each.__name__: each
     for each in (
         *(positions, several_terms, padded_vocabulary, module_and_sequences),
+        *(placed_positions, losses_of_placed_tokens),
         *(wanted_gradients, ways_to_differentiate, half_precision, triton, compiled),
         *(extremes, ignored_rows, segments),
         *(bad_arguments, later_calls, told_later, errors_of_backward, results_without_gradient),

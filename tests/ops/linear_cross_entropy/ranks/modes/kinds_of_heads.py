@@ -18,6 +18,7 @@ from lowtide.ops.linear_cross_entropy.definition.head import VocabShard
 from tests.ops.linear_cross_entropy.ranks.place import D, N, Place, V, close, made
 from tests.ops.linear_cross_entropy.ranks.vocab_parallel_ranks import room
 from tests.support.budgets import dense
+from tests.support.rank_errors import raised
 from tests.support.ranks import mesh_of
 
 
@@ -50,6 +51,61 @@ def positions_in(dtype: torch.dtype, tolerance: float) -> None:
             close(gradients[0], wanted[0], tolerance)
             for each, other in zip(gradients[1:], wanted[1:]):
                 close(place.whole(each), other, tolerance)
+
+
+def placed_positions() -> None:
+    """The rows of a K-dimensional loss are placed as the input is, with K dimensions more."""
+    place, P = Place(), 3
+    torch.manual_seed(1)
+    x, w, target = torch.randn(N, D).double(), torch.randn(V, P, D).double(), torch.randint(V, (N, P))
+    leaves = [place.leaf(x), place.leaf(w)]
+    expected = F.cross_entropy(torch.einsum("nd,vpd->nvp", *leaves), target, reduction="none")
+    wanted = torch.autograd.grad(expected.square().sum(), leaves)
+    mesh = mesh_of(place.ranks)
+    for placement in (Replicate(), Shard(0)):
+        tokens = [distribute_tensor(each, mesh, [placement]) for each in (x, target)]
+        own = [tokens[0].requires_grad_(), distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()]
+        rows = lowtide.linear_cross_entropy(*own, tokens[1], reduction="none")
+        assert rows.shape == (N, P)
+        assert rows.placements == (placement,)
+        close(rows.full_tensor().detach(), expected.detach())
+        for found, other in zip(torch.autograd.grad(rows.square().sum(), own), wanted):
+            close(found.full_tensor(), other)
+
+
+def losses_of_placed_tokens() -> None:
+    """Means over tokens that DTensors divide count those of all ranks, also by plain targets."""
+    place, inputs, shape = Place(), made(), (2, N // 2)
+    mesh = mesh_of(place.ranks)
+    x, w = inputs.input.detach().view(*shape, D), inputs.linear_weight.detach()
+    target = torch.arange(N).view(shape) % V
+    target[0, : N // 4 + 1] = -100  # ranks count differently
+    row = torch.tensor([1.0, 3.0], dtype=x.dtype)
+
+    def means(x: Any, w: Any, target: Any) -> list[Any]:
+        each = lowtide.losses.sequence_log_probs(x, w, target, reduction="mean")
+        return [lowtide.losses.z_loss(x, w, target), each]
+
+    leaves = [place.leaf(x), place.leaf(w)]
+    expected = means(*leaves, target)
+    wanted = torch.autograd.grad(expected[0] + (expected[1] * row).sum(), leaves)
+    for placement in (Replicate(), Shard(1), Shard(0)):
+        tokens = distribute_tensor(target, mesh, [placement])
+        for labels in (tokens, tokens.to_local()):
+            own = [distribute_tensor(x, mesh, [placement]), distribute_tensor(w, mesh, [Shard(0)])]
+            own = [each.requires_grad_() for each in own]
+            found = [each.full_tensor() for each in means(*own, labels)]
+            for each, other in zip(found, expected):
+                close(each.detach(), other.detach())
+            gradients = torch.autograd.grad(found[0] + (found[1] * row).sum(), own)
+            for each, other in zip(gradients, wanted):
+                close(each.full_tensor(), other)
+        message = raised(lambda: lowtide.tokens_per_rank(tokens, group=mesh))  # noqa: B023
+        assert "must hold this rank's own targets, got a DTensor" in message
+    with torch.no_grad():
+        labels = distribute_tensor(target, mesh, [Replicate()])
+        for each, other in zip(means(x, distribute_tensor(w, mesh, [Shard(0)]), labels), expected):
+            close(each, other.detach())
 
 
 def several_terms() -> None:
