@@ -16,7 +16,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections import defaultdict
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -247,8 +247,9 @@ class _MeanOfOwnLosses(torch.autograd.Function):
         return gradient, None
 
 
-# The number of each group's next loss. All ranks make the same calls, so they count alike.
-_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+# The number of each group's next loss. All ranks make the same calls, so they count alike. A name
+# may also be that of a group that has been destroyed, and had other ranks.
+_numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class _MeanOfLosses(torch.autograd.Function):
@@ -260,7 +261,7 @@ class _MeanOfLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.number = group, next(_numbers[group.group_name])
+        ctx.group, ctx.number = group, next(_numbers.setdefault(group, itertools.count()))
         return mean.clone()  # not a view: if an FSDP2 unit returned one, `loss += ...` would lose its hooks
 
     @staticmethod

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
+from lowtide.ops.linear_cross_entropy import data_sharded
 from tests.support.cards import DEVICES
 from tests.support.extended import all_extended_but, asked
 from tests.support.ranks import needs_gloo, run_ranks
@@ -123,6 +124,27 @@ def test_found_and_kept(mesh):
     loss = lowtide.linear_cross_entropy(hidden, copy.deepcopy(model).head.weight, target)
     torch.testing.assert_close(loss, nn.functional.cross_entropy(hidden @ before.T, target))
     torch.testing.assert_close(model.head(hidden), hidden @ before.T)
+
+
+def test_numbers_of_a_new_group(tmp_path, monkeypatch):
+    """A group that has the name of a destroyed one counts its own losses alone."""
+    numbers = []
+
+    def noted(name, number, gradient):
+        numbers.append((name, number))
+        return gradient
+
+    monkeypatch.setattr(data_sharded, "agree_on_gradient", noted)
+    for turn in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{turn}", rank=0, world_size=1)
+        try:
+            model = Model()
+            lowtide.shard_head(model, init_device_mesh("cpu", (1,)))
+            loss = lowtide.linear_cross_entropy(torch.randn(3, 4), model.head.weight, torch.arange(3))
+            loss.backward()
+        finally:
+            dist.destroy_process_group()
+    assert numbers[0] == numbers[1]
 
 
 def test_refused(mesh):
