@@ -131,6 +131,11 @@ def _check_mesh(mesh: Any) -> None:
             "flatten those that shard or replicate parameters (mesh._flatten('dp')), and leave out others, "
             "as of tensor parallelism (mesh['dp'])"
         )
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(
+            "mesh must have this process as a member, got a mesh that it is not in; call shard_head on the "
+            "ranks of the mesh alone"
+        )
 
 
 def _check_head(model: nn.Module, head: Any) -> None:

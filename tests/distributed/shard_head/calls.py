@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lowtide
@@ -97,8 +98,15 @@ def wrong_on_one_rank(kind, rank, mesh):
 
 
 def not_a_member(kind, rank, mesh):
-    """Tokens are counted by the ranks of a group alone."""
+    """Tokens are counted, and heads divided, by the ranks of a group alone."""
     group, alone, y = dist.new_group([0]), DeviceMesh(DEVICE, [0]), torch.arange(3)
+    x, w = torch.ones(3, D), torch.ones(V, D)
+    placed = DTensor.from_local(w, alone, [Shard(0)], run_check=False)
+    if rank:
+        refused("group must have this process", lowtide.linear_cross_entropy, x, w, y, group=group)
+        refused("mesh must have this process", lowtide.linear_cross_entropy, x, placed, y)
+        head = torch.nn.Linear(D, V)
+        refused("mesh must have this process", lowtide.shard_head, head, alone, head=head)
     for each in (group, alone):
         if rank:
             refused("group must have this process as a member", lowtide.tokens_per_rank, y, group=each)
