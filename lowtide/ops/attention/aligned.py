@@ -43,6 +43,8 @@ def aligned_copies(
     steps, lengths = [_step(each) for each in operands], (query.shape[rows_at], key.shape[rows_at])
     if not is_slow(min(steps), query.dtype, *lengths) or in_transform(*operands):
         return None
+    if query.shape[-1] % VECTOR and VECTOR in steps[:2]:
+        return None  # one of the two would keep its features
     query, key, value = (each if step == VECTOR else _copy(each) for each, step in zip(operands, steps))
     return query, key, value
 

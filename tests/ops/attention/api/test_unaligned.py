@@ -93,10 +93,17 @@ def test_what_is_not_copied(device):
     assert copies(case, "reference") is None
     if device == "cpu":
         assert copies(case, "auto") is None
-    expanded = replace(case, key=case.key[:, :, :1].expand(-1, -1, 2, -1))
-    assert copies(expanded)[1] is expanded.key
-    by_columns = replace(case_of(device), query=torch.zeros(1, 2, 16, 66, dtype=torch.float16).movedim(3, 1))
-    assert copies(by_columns) is None
+    # What is expanded, or lies by columns, keeps its features, so the others do.
+    for K, copied in ((15, False), (16, True)):
+        case = case_of(device, K=K)
+        query = in_wider_rows(case.query, 1)
+        expanded = case.key.detach()[:, :, :1].expand(-1, -1, 2, -1)
+        by_columns = case.key.detach().movedim(3, 1).contiguous().movedim(1, 3)
+        for key in (expanded, by_columns):
+            found = copies(replace(case, query=query, key=key))
+            assert (found is not None) == copied
+            assert found is None or found[1] is key
+            check_triton(replace(case, query=query, key=key))
 
 
 def test_errors_name_the_callers_features(device):
