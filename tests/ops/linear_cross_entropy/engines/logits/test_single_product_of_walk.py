@@ -12,6 +12,7 @@ import torch
 import lowtide
 from lowtide.core import matmul
 from lowtide.memory import peak_memory
+from lowtide.ops.linear_cross_entropy import dispatch
 from lowtide.ops.linear_cross_entropy.engines import engine
 from lowtide.ops.linear_cross_entropy.engines.logits import spec
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient import in_torch
@@ -286,3 +287,37 @@ def test_workspace_kept(device, reduction, chunks):
 def test_operator_and_its_fake_agree(device, reduction):
     inputs = make_inputs(24, 32, 144, dtype=FP16, device=device)
     check_operator_and_fake(inputs, planned(inputs, ROOM, backend="triton", reduction=reduction).options)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_class_probabilities(device, dtype, reduction):
+    N, D, V = 24, 32, 101
+    inputs = make_inputs(N, D, V, dtype=dtype, device=device, probabilities=True, ignored=0.0)
+    x, w = inputs.input.detach().reshape(N, D).requires_grad_(), inputs.linear_weight
+    soft, options = inputs.target.reshape(N, V), {"reduction": reduction}
+    assert planned(inputs, ROOM, backend="triton", **options).weight_gradient == "single_product"
+    loss = lowtide.linear_cross_entropy(x, w, soft, workspace=ROOM, backend="triton", **options)
+    found = torch.autograd.grad(loss.sum(), (x, w))
+    xd, wd = (each.detach().double().requires_grad_() for each in (x, w))
+    true = torch.nn.functional.cross_entropy(xd @ wd.t(), soft.double(), **options)
+    for got, wanted in zip(found, torch.autograd.grad(true.sum(), (xd, wd))):
+        assert relative(got, wanted) < MOST_ERROR_OF[dtype][device]
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_two_terms(device, dtype, reduction):
+    """The single GEMM forms the first dW; the second is summed."""
+    N, V, options = 24, 101, {"reduction": reduction}
+    leaves = [torch.randn(rows, D) for rows, D in ((N, 32), (N, 16), (V, 32), (V, 16))]
+    leaves = [each.to(device, dtype).requires_grad_() for each in leaves]
+    target = torch.randint(V, (N,), device=device)
+    given = {"workspace": ROOM, "backend": "triton", **options}
+    loss = dispatch.cross_entropy(leaves[:2], leaves[2:], target, **given)
+    found = torch.autograd.grad(loss.sum(), leaves)
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    z = sum(x @ w.t() for x, w in zip(wide[:2], wide[2:]))
+    true = torch.nn.functional.cross_entropy(z, target, **options)
+    for got, wanted in zip(found, torch.autograd.grad(true.sum(), wide)):
+        assert relative(got, wanted) < MOST_ERROR_OF[dtype][device]
