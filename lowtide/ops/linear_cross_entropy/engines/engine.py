@@ -92,8 +92,7 @@ class Engine:
             )
             for operand, dx in zip(self.operands, inputs):
                 if dx is not None:
-                    self.write_input_gradient(operand, g_CV, dx.memory(rows))
-                    dx.store(rows)
+                    self._input_gradient(operand, g_CV, dx, rows)
             for x_CD, sum in zip(chunks, sums):
                 if sum is not None:
                     sum.add_product(g_CV, x_CD, first=rows.start == 0, last=rows.stop == self.M)
@@ -104,10 +103,12 @@ class Engine:
                 sum.finish()
         return None
 
-    def write_input_gradient(self, operand: Operand, g_CV: Tensor, dx_CD: Tensor) -> None:
-        """Write the chunk's rows of an input gradient, G W, to dx_CD."""
+    def _input_gradient(self, operand: Operand, g_CV: Tensor, dx: InputRows, rows: slice) -> None:
+        """Compute the chunk's rows of an input gradient from G."""
+        dx_CD = dx.memory(rows)
         for classes, weight_BD in operand.weights(self.plan.operand_classes):
             product_of_rows(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
+        dx.store(rows)
 
     def walk_classes(self, coefs: Any, stats: Any, gradients: Gradients, of_tokens: Any) -> None:
         """Compute dW[v] = G[:, v]^T X over all tokens, a block of classes at a time, rounded once.

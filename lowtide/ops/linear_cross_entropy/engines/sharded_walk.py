@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide.core.matmul import blocks
+from lowtide.core.matmul import blocks, product_of_rows
 from lowtide.ops.linear_cross_entropy.engines.gradients import Gradients
 from lowtide.ops.linear_cross_entropy.engines.token_order import SummedRows, begin_rows
 from lowtide.ops.linear_cross_entropy.engines.weight_gradient.choose import choose_accumulator
@@ -54,7 +54,8 @@ def walk_tokens(
                 dx_CD = dx.memory(rows)
                 if engine.V == 0:
                     dx_CD.zero_()
-                engine.write_input_gradient(operand, g_CV, dx_CD)
+                for classes, weight_BD in operand.weights(plan.operand_classes):
+                    product_of_rows(dx_CD, g_CV[:, classes], weight_BD, add=classes.start > 0)
                 dx.begin_sum(dx_CD, rows)
         for x_CD, sum in zip(chunks, sums):
             if sum is not None:
